@@ -6,7 +6,7 @@ checkpoint.
 """
 
 from kernels.depthwise import depthwise_params, dw_bn_relu, dw_bn_relu_reference
-from kernels.launch import (
+from kernels.launcher import (
     TARGETS,
     Call,
     Kernel,

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from kernels.launch import Call, Kernel, launch
+from kernels.launcher import Call, Kernel, launch
 
 KERNEL = Kernel("dw_bn_relu", inputs=("x", "params"), outputs=("y",))
 

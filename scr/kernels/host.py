@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 if TYPE_CHECKING:
-    from kernels.launch import Kernel, Template
+    from kernels.launcher import Kernel, Template
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(21, 13, -1)), "g++", "c++")
