@@ -1,0 +1,255 @@
+"""DepthwiseMNIST in MLX, the port of PyTorch's weights, and the fusion levels.
+
+Layout in this file is MLX's: images (N, H, W, C), convolution weights (out, kH, kW, in / groups).
+
+    import mlx_model
+    model = mlx_model.get_model(level="fused")   # output/best_model.pth, eval mode
+    logits = model(images)                       # (N, 28, 28, 1) -> (N, 10)
+
+A fusion level is a value, not a copy of the model. Every level has the same parameters under the same names;
+`level` picks the block class, and `fold()` derives from the parameters what that class runs on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+import kernels
+from harness.cli import Fault
+from harness.paths import CHECKPOINT, shown
+
+STEM_CHANNELS = 48
+CLASSES = 10
+BLOCKS = ((48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))  # (channels in, channels out, stride)
+
+
+class FusedDepthwise(nn.Module):
+    """Depthwise 3×3 (padding 1) + BatchNorm + ReLU in one launch: the layer of `kernels.dw_bn_relu`.
+
+    (N, H, W, C) -> (N, ceil(H / stride), ceil(W / stride), C). BatchNorm's statistics are folded to a scale
+    and a shift per channel in float32 when the layer is made.
+    """
+
+    def __init__(self, weight: mx.array, scale: mx.array, shift: mx.array, stride: int, target: str | None):
+        super().__init__()
+        self.params = kernels.depthwise_params(weight, scale, shift)  # (11, C) float32
+        self.stride, self.target = stride, target
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (N, H, W, C) float32, float16 or bfloat16 -> (N, ceil(H / stride), ceil(W / stride), C)."""
+        return kernels.dw_bn_relu(x, self.params, self.stride, self.target)
+
+
+class Block(nn.Module):
+    """Depthwise-separable residual block as the article writes it: every layer an operation of its own.
+
+    (N, H, W, channels_in) -> (N, ceil(H / stride), ceil(W / stride), channels_out). The skip is the identity
+    where the shape stays, else a 1×1 convolution with the block's stride + BatchNorm.
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, target: str | None):
+        super().__init__()
+        self.dw = nn.Conv2d(channels_in, channels_in, 3, stride, padding=1, groups=channels_in, bias=False)
+        self.bn1 = nn.BatchNorm(channels_in)
+        self.pw = nn.Conv2d(channels_in, channels_out, 1, bias=False)
+        self.bn2 = nn.BatchNorm(channels_out)
+        if stride != 1 or channels_in != channels_out:
+            self.skip_conv = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
+            self.skip_bn = nn.BatchNorm(channels_out)
+        self.stride, self.target = stride, target
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (N, H, W, channels_in) -> (N, ceil(H / stride), ceil(W / stride), channels_out)."""
+        return nn.relu(self.pointwise(self.depthwise(x)) + self.skip(x))
+
+    def depthwise(self, x: mx.array) -> mx.array:
+        """Depthwise 3×3 + BatchNorm + ReLU."""
+        return nn.relu(self.bn1(self.dw(x)))
+
+    def pointwise(self, y: mx.array) -> mx.array:
+        """Pointwise 1×1 + BatchNorm."""
+        return self.bn2(self.pw(y))
+
+    def skip(self, x: mx.array) -> mx.array:
+        """Skip connection: the identity, or 1×1 convolution + BatchNorm."""
+        return self.skip_bn(self.skip_conv(x)) if "skip_conv" in self else x
+
+    def fold(self, dtype: mx.Dtype) -> None:
+        """Derive from the parameters, in float32, what the block runs on, stored as `dtype`."""
+
+
+class FoldedBlock(Block):
+    """The block with every BatchNorm folded into its convolution: fewer operations, no custom kernel."""
+
+    def fold(self, dtype: mx.Dtype) -> None:
+        """Derive folded weights and biases."""
+        super().fold(dtype)
+        self._dw = FoldedConv(self.dw, self.bn1, dtype)
+        self._pw = FoldedConv(self.pw, self.bn2, dtype)
+        self._skip = FoldedConv(self.skip_conv, self.skip_bn, dtype) if "skip_conv" in self else None
+
+    def depthwise(self, x: mx.array) -> mx.array:
+        """Depthwise 3×3 with bias + ReLU."""
+        return nn.relu(self._dw(x))
+
+    def pointwise(self, y: mx.array) -> mx.array:
+        """Pointwise 1×1 with bias."""
+        return self._pw(y)
+
+    def skip(self, x: mx.array) -> mx.array:
+        """Skip connection: the identity, or 1×1 convolution with bias."""
+        return self._skip(x) if self._skip is not None else x
+
+
+class FusedBlock(Block):
+    """The article's step: depthwise + BatchNorm + ReLU in one custom kernel, the rest as written."""
+
+    def fold(self, dtype: mx.Dtype) -> None:
+        """Make the fused layer."""
+        super().fold(dtype)
+        scale, shift = scale_and_shift(self.bn1)
+        self._fused = FusedDepthwise(self.dw.weight, scale, shift, self.stride, self.target)
+
+    def depthwise(self, x: mx.array) -> mx.array:
+        """Depthwise 3×3 + BatchNorm + ReLU in one launch."""
+        return self._fused(x)
+
+
+class FusedFoldedBlock(FusedBlock, FoldedBlock):
+    """The article's kernel with BatchNorm folded everywhere else too."""
+
+
+class FoldedConv:
+    """A convolution with its BatchNorm folded in: weight·scale and a bias, computed in float32."""
+
+    def __init__(self, conv: nn.Conv2d, bn: nn.BatchNorm, dtype: mx.Dtype):
+        scale, shift = scale_and_shift(bn)
+        weight = conv.weight.astype(mx.float32) * scale[:, None, None, None]
+        self.weight, self.bias = weight.astype(dtype), shift.astype(dtype)
+        self.stride, self.padding, self.groups = conv.stride, conv.padding, conv.groups
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (N, H, W, C) -> (N, H', W', out)."""
+        return mx.conv2d(x, self.weight, self.stride, self.padding, groups=self.groups) + self.bias
+
+
+BLOCK_CLASSES = {
+    "layers": Block,
+    "folded": FoldedBlock,
+    "fused": FusedBlock,
+    "fused-folded": FusedFoldedBlock,
+}
+LEVELS = tuple(BLOCK_CLASSES)
+
+
+class DepthwiseMNIST(nn.Module):
+    """The article's network at one fusion level. Images (N, 28, 28, 1) -> logits (N, 10).
+
+    `target` is where custom kernels run (None: where MLX's default device is). After the parameters change,
+    `fold()` must be called again; `load_pt_weights` does.
+    """
+
+    def __init__(self, level: str = "layers", dtype: mx.Dtype = mx.float32, target: str | None = None):
+        super().__init__()
+        if level not in BLOCK_CLASSES:
+            raise ValueError(f"unknown fusion level {level!r}: one of {', '.join(LEVELS)}")
+        block = BLOCK_CLASSES[level]
+        self.level, self.dtype = level, dtype
+        self.conv1 = nn.Conv2d(1, STEM_CHANNELS, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm(STEM_CHANNELS)
+        self.stages = nn.Sequential(*(block(*sizes, target=target) for sizes in BLOCKS))
+        self.fc = nn.Linear(BLOCKS[-1][1], CLASSES)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (N, 28, 28, 1) normalised images -> (N, 10) logits."""
+        x = self.stem(x.astype(self.dtype))  # (N, 28, 28, 48)
+        x = self.stages(x)  # (N, 7, 7, 192)
+        return self.fc(mx.mean(x, axis=(1, 2)))
+
+    def stem(self, x: mx.array) -> mx.array:
+        """3×3 convolution + BatchNorm + ReLU, (N, 28, 28, 1) -> (N, 28, 28, 48)."""
+        if self._folded_stem is not None:
+            return nn.relu(self._folded_stem(x))
+        return nn.relu(self.bn1(self.conv1(x)))
+
+    def fold(self) -> "DepthwiseMNIST":
+        """Derive what the level runs on from the parameters, in float32, stored as `dtype`; returns self."""
+        for block in self.stages.layers:
+            block.fold(self.dtype)
+        folded = isinstance(self.stages.layers[0], FoldedBlock)
+        self._folded_stem = FoldedConv(self.conv1, self.bn1, self.dtype) if folded else None
+        self.set_dtype(self.dtype)
+        return self
+
+
+def scale_and_shift(bn: nn.BatchNorm) -> tuple[mx.array, mx.array]:
+    """BatchNorm in eval mode as y = x·scale + shift per channel, both (C,) float32.
+
+    scale = gamma / sqrt(var + eps), shift = beta - mean·scale (Ioffe and Szegedy 2015, section 3.1).
+    """
+    gamma, beta, mean, var = (
+        a.astype(mx.float32) for a in (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+    )
+    scale = gamma * mx.rsqrt(var + bn.eps)
+    return scale, beta - mean * scale
+
+
+def perm_conv(weight: Any) -> Any:
+    """A convolution weight from PyTorch's layout to MLX's: (out, in, kH, kW) -> (out, kH, kW, in)."""
+    return weight.transpose(0, 2, 3, 1)
+
+
+def mlx_name(name: str) -> str:
+    """The MLX name of a PyTorch state_dict entry of this network."""
+    for old, new in (("conv1.0.", "conv1."), ("conv1.1.", "bn1."), ("stages.", "stages.layers.")):
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+            break
+    return name.replace(".skip.0.", ".skip_conv.").replace(".skip.1.", ".skip_bn.")
+
+
+def load_pt_weights(pt_path: Path | str, model: DepthwiseMNIST) -> DepthwiseMNIST:
+    """Fill `model` from a PyTorch checkpoint, fold, and set eval mode; returns `model`.
+
+    Raises Fault listing every missing, unexpected and wrongly shaped key, or naming what else is wrong.
+    """
+    from torch_model import read_checkpoint  # PyTorch is needed for this format only
+
+    weights = []
+    for name, tensor in read_checkpoint(pt_path).items():
+        array = mx.array(tensor.numpy())
+        weights.append((mlx_name(name), perm_conv(array) if array.ndim == 4 else array))
+    return _fill(model, weights, shown(pt_path))
+
+
+def _fill(model: DepthwiseMNIST, weights: list[tuple[str, mx.array]], source: str) -> DepthwiseMNIST:
+    """Put `weights` into `model`, strictly, then fold and set eval mode; returns `model`."""
+    try:
+        model.load_weights(weights, strict=True)
+    except ValueError as error:
+        raise Fault(f"{source} does not fit this network: {error}") from error
+    model.eval()
+    model.fold()
+    mx.eval(model.parameters())
+    return model
+
+
+def count_params(model: nn.Module) -> int:
+    """Number of parameter elements, BatchNorm's running statistics among them (103,786 for this network)."""
+    return sum(value.size for _, value in tree_flatten(model.parameters()))
+
+
+def get_model(
+    level: str = "layers",
+    checkpoint: Path | str | None = None,
+    dtype: mx.Dtype = mx.float32,
+    target: str | None = None,
+) -> DepthwiseMNIST:
+    """The trained network at a fusion level, in eval mode; `checkpoint` defaults to output/best_model.pth.
+
+    Raises Fault for a checkpoint that is missing or does not fit, ValueError for an unknown level.
+    """
+    return load_pt_weights(checkpoint or CHECKPOINT, DepthwiseMNIST(level, dtype, target))
