@@ -1,0 +1,92 @@
+"""The MLX port: same logits as PyTorch at every level, the right parameters, strict loading."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+
+import mlx_model
+import torch_model
+from harness.cli import Fault
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A network whose BatchNorm statistics are far from 0 and 1, with its float64 logits on odd images."""
+    torch.manual_seed(3)
+    model = torch_model.DepthwiseMNIST()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.8, 0.8)
+            module.running_var.uniform_(0.2, 4.0)
+            module.weight.data.uniform_(0.4, 1.8)
+            module.bias.data.uniform_(-0.6, 0.6)
+    path = tmp_path_factory.mktemp("checkpoint") / "model.pth"
+    torch_model.save_checkpoint(model.state_dict(), path)
+    images = np.random.default_rng(4).normal(size=(3, 28, 28, 1)).astype(np.float32)
+    with torch.inference_mode():
+        logits = model.eval().double()(torch.from_numpy(images).double().permute(0, 3, 1, 2)).numpy()
+    return path, images, logits
+
+
+# Largest allowed error over the largest logit: float32 rounding through 11 layers; half types lose
+# 2^-11 and 2^-8 per stored activation.
+TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 3e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("level", mlx_model.LEVELS)
+def test_logits_equal_pytorch(checkpoint, level, dtype):
+    path, images, expected = checkpoint
+    model = mlx_model.get_model(level, path, getattr(mx, dtype))
+    for batch in (1, 3):
+        logits = np.array(model(mx.array(images[:batch])).astype(mx.float32))
+        error = np.abs(logits - expected[:batch]).max() / np.abs(expected).max()
+        assert error < TOLERANCE[dtype], f"{level} {dtype} batch {batch}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("level", mlx_model.LEVELS)
+def test_every_level_has_the_published_parameter_count(checkpoint, level):
+    assert mlx_model.count_params(mlx_model.get_model(level, checkpoint[0])) == 103_786
+
+
+def test_model_is_in_eval_mode_with_mlx_names(checkpoint):
+    model = mlx_model.get_model("layers", checkpoint[0])
+    assert not model.training
+    names = {name for name, _ in mlx_model.tree_flatten(model.parameters())}
+    assert {"conv1.weight", "bn1.running_var", "stages.layers.0.skip_conv.weight", "fc.bias"} <= names
+    assert not any(
+        "skip" in name for name in names if name.startswith(("stages.layers.1", "stages.layers.3"))
+    )
+
+
+def test_perm_conv_moves_input_channels_last():
+    weight = np.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7)  # (out, in, kH, kW), all sizes different
+    moved = mlx_model.perm_conv(weight)
+    assert moved.shape == (2, 5, 7, 3)
+    assert moved[1, 4, 6, 2] == weight[1, 2, 4, 6]
+
+
+def test_missing_unexpected_and_misshapen_keys_are_all_listed(checkpoint, tmp_path):
+    state = torch.load(checkpoint[0], weights_only=True)
+    del state["fc.bias"]
+    state["fc.extra"] = torch.zeros(1)
+    state["conv1.0.weight"] = torch.zeros(48, 1, 5, 5)
+    torch.save(state, tmp_path / "bad.pth")
+    with pytest.raises(Fault) as fault:
+        mlx_model.get_model("layers", tmp_path / "bad.pth")
+    for key in ("fc.bias", "fc.extra", "conv1.0.weight"):
+        assert key in str(fault.value)
+
+
+def test_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="unknown fusion level"):
+        mlx_model.DepthwiseMNIST("everything")
+
+
+def test_host_kernels_refuse_to_run_inside_compile(checkpoint):
+    import kernels
+
+    model = mlx_model.get_model("fused", checkpoint[0], target="host")
+    with pytest.raises(kernels.Unavailable, match=r"mx\.compile"):
+        mx.compile(model)(mx.zeros((1, 28, 28, 1)))
