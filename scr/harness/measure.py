@@ -1,0 +1,595 @@
+"""Measure cases against each other so that their ratios hold on a second run. Knows no framework.
+
+How a study uses it:
+
+    from harness.measure import Candidate, Case, Interrupted, MeasureSettings, run_study
+
+    case = Case(
+        study="mlp_fusion", name="geglu 768×3072", dtype="float32", batch_sizes=(128, 8192),
+        inputs=make_rows,                       # batch size -> what Backend.prepare takes; called here
+        candidates=(
+            Candidate("torch", worker="torch", factory="mlp_backends:eager", arguments={"width": 768}),
+            Candidate("mlx", worker="mlx", module="mlx.core", factory="mlp_backends:mlx"),
+        ),
+        reference=Candidate("reference", worker="reference", module="torch",
+                            factory="mlp_backends:eager64", arguments={"width": 768}),
+    )
+    record = run_study([case], settings)        # Ctrl-C raises Interrupted, which carries the partial record
+
+A factory ("module:function", importable from scr/) runs inside the worker and returns a `worker.Backend`, or
+raises Fault with the reason why it cannot. `settings` is a MeasureSettings; a command's own settings class
+inherits from it, so that every command has the same options with the same defaults.
+
+How it measures. Every framework lives in a process of its own, and one works at a time. Each cell (case,
+backend, batch size) is warmed up and its output checked against the reference; its first output and its last
+must agree, else the backend is dropped from the case with the numbers of its error. Time goes by rounds: a
+round gives, for one case and batch size, one short burst to every backend, in random order; the rounds of all
+cases and batch sizes are spread over the whole run, so that heat and background load meet all of them alike.
+Slow backends take part in fewer rounds, in nested subsets, so that any two share as many rounds as possible.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from harness import tolerances
+from harness.cli import Fault
+from harness.record import Record, rows_from
+from harness.worker import Worker, WorkerCrash, WorkerError
+
+FEW = 20  # trials below which no P95 exists: the cell is "few"
+DRIFT_PERCENT = 5.0  # a trend over the run smaller than this is not called drift
+LEAST_ROUNDS = 3  # of a backend that is too slow for its budget
+
+# Seconds that each kind may take per cell, as a share of the budget; at most so many trials per round.
+SHARES = {"latency": 1.0, "throughput": 0.25, "python": 0.1, "device": 0.25}
+PER_ROUND = {"throughput": 1, "python": 5, "device": 1}
+IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How to measure; the defaults are those of every command."""
+
+    trials: int = field(default=200, metadata={"help": "timed forwards per cell"})
+    warmup: int = field(default=30, metadata={"help": "warm-up forwards per cell, more until it is steady"})
+    budget: float = field(default=7.0, metadata={"help": "seconds per cell; slow cells get fewer trials"})
+    rounds: int = field(default=20, metadata={"help": "rounds per batch size, over which trials are spread"})
+    pause: float = field(default=0.0, metadata={"help": "seconds to wait before each burst, to cool down"})
+    seed: int = field(default=42, metadata={"help": "of the order of measurement"})
+    threads: int = field(default=0, metadata={"help": "CPU threads of every framework; 0 = one per core"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend of a case, described so that a worker process can build it."""
+
+    name: str  # as reported
+    worker: str  # candidates with the same worker share a process
+    factory: str  # "module:function", returns a worker.Backend
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory, picklable
+    module: str = ""  # the framework to import; `worker` where empty
+
+    @property
+    def framework(self) -> str:
+        """The module whose import is the framework's cold start."""
+        return self.module or self.worker
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: the same work, on the same inputs, by several candidates."""
+
+    study: str
+    name: str
+    batch_sizes: tuple[int, ...]
+    inputs: Callable[[int], Any]  # batch size -> a picklable batch, for Backend.prepare
+    candidates: tuple[Candidate, ...]
+    reference: Candidate | None  # the float64 answer; None: results are not checked (say why in the study)
+    dtype: str = "float32"  # of storage, as reported
+    tolerance: str = ""  # the row of tolerances.TOLERANCES; `dtype` where empty
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A function to call in a worker before anything is timed, such as a ceiling; returns a list of dicts."""
+
+    worker: str
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+
+    @property
+    def framework(self) -> str:
+        """As Candidate.framework."""
+        return self.module or self.worker
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; `record` holds what was measured, with environment["complete"] false."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__("interrupted")
+        self.record = record
+
+
+@dataclass(frozen=True)
+class Plan:
+    """In how many rounds a cell takes part, and what one of its bursts times."""
+
+    rounds: int
+    counts: dict[str, int]
+    rounds_of: dict[str, int]  # per kind; at most `rounds`
+    in_flight: int
+    burst_s: float  # expected
+    left_out: dict[str, str]  # kinds not measured, with the reason
+
+
+def plan_cell(
+    settings: MeasureSettings, median_ms: float, return_ms: float, has_device_clock: bool = False
+) -> Plan:
+    """Plan a cell from its warm-up: within the budget, but at least a trial in each of LEAST_ROUNDS rounds."""
+    forward = max(median_ms / 1e3, 1e-7)
+    budget = settings.budget
+    most = max(1, min(settings.rounds, settings.trials))
+    # A round costs its trials and the forward that is not counted.
+    rounds = int(np.clip(budget / (2 * forward), min(LEAST_ROUNDS, most), most))
+    wanted = -(-settings.trials // rounds)
+    affordable = int((budget / rounds - forward) / forward)
+    counts, rounds_of = {"latency": max(1, min(wanted, affordable))}, {"latency": rounds}
+    in_flight = int(np.clip(SHARES["throughput"] * budget / (LEAST_ROUNDS * forward), 2, IN_FLIGHT))
+    costs = {
+        "throughput": in_flight * forward,
+        # An output that is only described is thrown away unevaluated; any other is waited for.
+        "python": forward if return_ms > 0.5 * median_ms else return_ms / 1e3,
+        "device": 3 * IN_FLIGHT * forward,
+    }
+    left_out = {} if has_device_clock else {"device": "this platform has no device clock"}
+    for kind, cost in costs.items():
+        if kind in left_out:
+            continue
+        affordable = int(SHARES[kind] * budget / cost) if cost else settings.trials
+        if affordable < min(LEAST_ROUNDS, most):
+            left_out[kind] = "too slow for the budget"
+            continue
+        rounds_of[kind] = min(rounds, affordable)
+        counts[kind] = max(1, min(PER_ROUND[kind], affordable // rounds))
+    burst = forward * (1 + counts["latency"]) + sum(
+        cost * counts.get(kind, 0) * rounds_of.get(kind, 0) / rounds for kind, cost in costs.items()
+    )
+    return Plan(rounds, counts, rounds_of, in_flight, burst, left_out)
+
+
+def spread(count: int) -> list[int]:
+    """0 … count - 1, so ordered that every prefix is spread evenly over the range (bit reversal)."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+
+
+def drift(rounds: np.ndarray, start_s: np.ndarray, latency_ms: np.ndarray) -> tuple[float, bool]:
+    """The trend over a run: (percent of the median from first to last round, whether it is significant).
+
+    The medians per round are regressed on time by Theil and Sen; significance is Mann and Kendall's test at
+    1 % (two-sided), whose null is an exchangeable order, so that noise of any shape passes as no trend.
+    """
+    ids = np.unique(rounds)
+    if len(ids) < 6:
+        return 0.0, False
+    medians = np.array([np.median(latency_ms[rounds == i]) for i in ids])
+    times = np.array([np.mean(start_s[rounds == i]) for i in ids])
+    order = np.argsort(times)
+    medians, times = medians[order], times[order]
+    first, second = np.triu_indices(len(ids), k=1)
+    gain, span = medians[second] - medians[first], times[second] - times[first]
+    apart = span > 0
+    slope = np.median(gain[apart] / span[apart]) if apart.any() else 0.0
+    n = len(ids)
+    z = abs(np.sign(gain).sum()) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    percent = 100 * slope * (times[-1] - times[0]) / np.median(latency_ms)
+    return float(percent), bool(z > 2.576)
+
+
+@dataclass
+class Cell:
+    """One (case, candidate, batch size) while it is being measured."""
+
+    case: Case
+    candidate: Candidate
+    batch_size: int
+    target: str = ""
+    state: str = ""  # set when it is known to be unavailable or dropped; else at the end
+    reason: str = ""
+    plan: Plan | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """The backend's name in its worker."""
+        return f"{self.case.study}/{self.case.name}/{self.candidate.name}/{self.case.dtype}"
+
+    @property
+    def batch_key(self) -> str:
+        """The input's name in the worker."""
+        return f"{self.case.study}/{self.case.name}/{self.batch_size}"
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """What identifies the cell in a record."""
+        return {
+            "study": self.case.study,
+            "case": self.case.name,
+            "backend": self.candidate.name,
+            "target": self.target,
+            "batch_size": self.batch_size,
+            "dtype": self.case.dtype,
+        }
+
+    def add(
+        self, kind: str, start_s: float, latency_ms: float, sequence: int, round_: int = 0, trial: int = -1
+    ) -> None:
+        """Append a row; the trial number counts up within the kind unless it is given."""
+        if trial < 0:
+            trial = sum(row["kind"] == kind for row in self.rows)
+        self.rows.append(
+            self.label
+            | {"kind": kind, "round": round_, "trial": trial, "sequence": sequence}
+            | {"start_s": start_s, "latency_ms": latency_ms}
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The cell as stored: its label, state and whatever is known about it."""
+        rows = [row for row in self.rows if row["kind"] == "latency"]
+        state, percent = self.state, None
+        if not state:
+            percent, significant = drift(
+                *(np.array([row[name] for row in rows]) for name in ("round", "start_s", "latency_ms"))
+            )
+            drifting = significant and abs(percent) >= DRIFT_PERCENT
+            state = "few" if len(rows) < FEW else "drifting" if drifting else "steady"
+        return (
+            self.label
+            | {"state": state, "reason": self.reason, "trials": len(rows), "drift_percent": percent}
+            | {"rounds": len({row["round"] for row in rows})}
+            | {"left_out": self.plan.left_out if self.plan else {}}
+            | self.facts
+        )
+
+
+class Study:
+    """A run in progress. `run_study` is the way to use it."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        settings: MeasureSettings,
+        make_worker: Callable[[str], Any],
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.origin = clock()
+        self.make_worker = make_worker
+        self.random = random.Random(settings.seed)
+        self.workers: dict[str, Any] = {}
+        self.lost: dict[str, str] = {}  # worker -> why it cannot be asked any more
+        self.worker_facts: dict[str, dict[str, Any]] = {}
+        self.references: dict[str, np.ndarray] = {}
+        self.checks: list[dict[str, Any]] = []
+        self.ceilings: list[dict[str, Any]] = []
+        self.sequence = 0
+        self.cases = cases
+        self.cells = [
+            Cell(case, candidate, batch_size)
+            for case in cases
+            for batch_size in sorted(case.batch_sizes)
+            for candidate in case.candidates
+        ]
+
+    def worker(self, name: str, module: str) -> Any:
+        """The worker `name`, started and with its framework imported. Raises Fault where that cannot be."""
+        if name in self.lost:
+            raise Fault(self.lost[name])
+        if name not in self.workers:
+            self.workers[name] = self.make_worker(name)
+            try:
+                seconds = self.workers[name].ask("import_module", module=module)
+            except (Fault, WorkerError, WorkerCrash) as error:
+                self.lose(name, str(error))
+                raise Fault(str(error)) from error
+            self.worker_facts[name] = {"import_s": seconds}
+        return self.workers[name]
+
+    def lose(self, name: str, reason: str) -> None:
+        """Stop using a worker."""
+        self.lost[name] = reason
+        self.workers.pop(name).close()
+
+    def run_probes(self, probes: Sequence[Probe]) -> None:
+        """Measure the machine's limits; one that cannot be measured is stored with its reason."""
+        bar = progress("ceilings", len(probes))
+        for probe in probes:
+            try:
+                worker = self.worker(probe.worker, probe.framework)
+                self.ceilings += worker.ask("call", function=probe.function, arguments=probe.arguments)
+            except WorkerCrash as crash:
+                self.lose(probe.worker, str(crash))
+                self.ceilings.append(
+                    {"name": probe.function, "framework": probe.worker, "reason": str(crash)}
+                )
+            except (Fault, WorkerError) as error:
+                self.ceilings.append(
+                    {"name": probe.function, "framework": probe.worker, "reason": str(error)}
+                )
+            bar.update()
+        bar.close()
+
+    def find_references(self) -> None:
+        """Compute what every case's outputs must be, then end the reference's process."""
+        cells = {cell.batch_key: cell for cell in self.cells if cell.case.reference}
+        bar = progress("reference", len(cells))
+        for key, cell in cells.items():
+            reference = cell.case.reference
+            worker = self.worker(reference.worker, reference.framework)
+            name = f"{cell.case.study}/{cell.case.name}/reference"
+            worker.ask("open", key=name, factory=reference.factory, arguments=reference.arguments)
+            worker.ask("batch", key=key, batch=cell.case.inputs(cell.batch_size))
+            self.references[key] = worker.ask("result", key=name, batch=key)
+            bar.update()
+        bar.close()
+        used = {candidate.worker for case in self.cases for candidate in case.candidates}
+        for name in {cell.case.reference.worker for cell in cells.values()} - used:
+            self.workers.pop(name).close()
+
+    def guarded(self, cell: Cell, action: Callable[[Any], None]) -> None:
+        """Let `action` ask the cell's worker; a failure there costs what it must and no more."""
+        try:
+            action(self.worker(cell.candidate.worker, cell.candidate.framework))
+        except Fault as fault:
+            crashed = cell.candidate.worker in self.lost and cell.facts
+            self.mark(cell, "dropped" if crashed else "unavailable", str(fault))
+        except WorkerError as error:
+            self.mark(cell, "dropped", str(error))
+        except WorkerCrash as crash:
+            self.lose(cell.candidate.worker, str(crash))
+            for other in self.cells:
+                if other.candidate.worker == cell.candidate.worker and not other.state:
+                    self.mark(other, "dropped", str(crash))
+
+    def mark(self, cell: Cell, state: str, reason: str) -> None:
+        """Take a cell out of the run; numbers that could not be checked to the end are not kept."""
+        cell.state, cell.reason, cell.rows = state, reason, []
+
+    def check(self, cell: Cell, output: np.ndarray, when: str) -> None:
+        """Compare an output with the reference; a mismatch drops the backend from the case."""
+        reference = self.references.get(cell.batch_key)
+        if reference is None:
+            return
+        outcome = tolerances.compare(output, reference, cell.case.tolerance or cell.case.dtype)
+        self.checks.append(cell.label | {"when": when} | outcome)
+        if outcome["passed"]:
+            return
+        for other in self.cells:
+            if other.key == cell.key and not other.state:
+                self.mark(other, "dropped", f"wrong result at batch {cell.batch_size}: {outcome['problem']}")
+
+    def warm_all(self) -> None:
+        """Build every backend and warm up every cell, small batches first, the order of backends random."""
+        groups: dict[tuple[str, str, int], list[Cell]] = {}
+        for cell in self.cells:
+            groups.setdefault((cell.case.study, cell.case.name, cell.batch_size), []).append(cell)
+        opened: dict[str, dict[str, Any]] = {}
+        bar = progress("warm-up", len(self.cells))
+        for group in groups.values():
+            self.random.shuffle(group)
+            for cell in group:
+                if not cell.state:
+                    self.guarded(cell, lambda worker, cell=cell: self.warm(worker, cell, opened))
+                bar.update()
+        bar.close()
+
+    def warm(self, worker: Any, cell: Cell, opened: dict[str, dict[str, Any]]) -> None:
+        """Build the backend at its first cell, warm the cell up, check it and plan its bursts."""
+        first = cell.key not in opened
+        if first:
+            try:
+                opened[cell.key] = worker.ask(
+                    "open", key=cell.key, factory=cell.candidate.factory, arguments=cell.candidate.arguments
+                )
+            except Fault as fault:
+                for other in self.cells:
+                    if other.key == cell.key:
+                        self.mark(other, "unavailable", str(fault))
+                return
+        built = opened[cell.key]
+        cell.target = built["target"]
+        worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
+        start = self.clock() - self.origin
+        warm = worker.ask(
+            "warm",
+            key=cell.key,
+            batch=cell.batch_key,
+            at_least=self.settings.warmup,
+            seconds=self.settings.budget / 3,
+        )
+        cold = [warm["first_ms"], warm["second_ms"]]
+        if first:
+            cold.insert(0, 1e3 * self.worker_facts[cell.candidate.worker]["import_s"])
+            cell.facts["build_s"] = built["build_s"]
+        for trial, milliseconds in enumerate(cold, start=0 if first else 1):
+            if milliseconds is not None:
+                cell.add("cold", start, milliseconds, self.next(), trial=trial)
+        cell.facts |= built["facts"] | warm["facts"]
+        cell.facts |= {name: warm[name] for name in ("warmup_trials", "warmup_steady", "peak_memory_mb")}
+        cell.plan = plan_cell(self.settings, warm["median_ms"], warm["return_ms"], warm["has_device_clock"])
+        self.check(cell, warm["output"], "warm-up")
+
+    def next(self) -> int:
+        """The next number in the global order of measurement."""
+        self.sequence += 1
+        return self.sequence - 1
+
+    def schedule(self) -> list[tuple[Cell, int, dict[str, int], bool]]:
+        """All bursts in the order of the run: (cell, round, trials per kind, whether it is the cell's last)."""
+        groups: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            if not cell.state:
+                groups.setdefault(f"{cell.batch_key}/{cell.case.dtype}", []).append(cell)
+        rounds = []
+        for cells in groups.values():
+            count = max(cell.plan.rounds for cell in cells)
+            for rank, number in enumerate(spread(count)):
+                taking_part = [cell for cell in cells if rank < cell.plan.rounds]
+                self.random.shuffle(taking_part)
+                rounds.append(((number + self.random.random()) / count, number, rank, taking_part))
+        bursts = []
+        for _, number, rank, cells in sorted(rounds, key=lambda entry: entry[0]):
+            for cell in cells:
+                counts = {
+                    kind: count
+                    for kind, count in cell.plan.counts.items()
+                    if rank < cell.plan.rounds_of[kind]
+                }
+                bursts.append((cell, number, counts))
+        last = {id(cell): index for index, (cell, _, _) in enumerate(bursts)}
+        return [(*burst, last[id(burst[0])] == index) for index, burst in enumerate(bursts)]
+
+    def time_all(self) -> None:
+        """Run the schedule. The burst with a cell's last trial also brings the output to be checked."""
+        bursts = self.schedule()
+        bar = progress("timing", sum(cell.plan.burst_s + self.settings.pause for cell, *_ in bursts))
+        for cell, number, counts, last in bursts:
+            if not cell.state:
+                if self.settings.pause:
+                    time.sleep(self.settings.pause)
+                self.guarded(
+                    cell,
+                    lambda worker, cell=cell, number=number, counts=counts, last=last: self.time(
+                        worker, cell, number, counts, last
+                    ),
+                )
+            bar.set_postfix_str(f"{cell.candidate.name} {cell.batch_size}", refresh=False)
+            bar.update(cell.plan.burst_s + self.settings.pause)
+        bar.close()
+
+    def time(self, worker: Any, cell: Cell, number: int, counts: dict[str, int], last: bool) -> None:
+        """Run one burst and keep its rows, no more than the wanted trials."""
+        done = sum(row["kind"] == "latency" for row in cell.rows)
+        counts = counts | {"latency": min(counts["latency"], max(1, self.settings.trials - done))}
+        burst = worker.ask(
+            "burst",
+            key=cell.key,
+            batch=cell.batch_key,
+            counts=counts,
+            in_flight=cell.plan.in_flight,
+            origin=self.origin,
+            check=last,
+        )
+        for kind, start_s, milliseconds in burst["trials"]:
+            cell.add(kind, start_s, milliseconds, self.next(), number)
+        if last:
+            self.check(cell, burst["output"], "last trial")
+
+    def record(self, environment: dict[str, Any], complete: bool) -> Record:
+        """What was measured so far."""
+        for name, worker in self.workers.items():
+            if not worker.waiting:
+                try:
+                    self.worker_facts[name] |= worker.ask("status")
+                except WorkerCrash as crash:
+                    self.worker_facts[name]["reason"] = str(crash)
+        for name, reason in self.lost.items():
+            self.worker_facts.setdefault(name, {})["reason"] = reason
+        rows = sorted((row for cell in self.cells for row in cell.rows), key=lambda row: row["sequence"])
+        return Record(
+            rows=rows_from(rows),
+            environment=environment
+            | {"complete": complete, "workers": self.worker_facts, "ceilings": self.ceilings}
+            | {"seconds": self.clock() - self.origin},
+            settings={name: _plain(value) for name, value in asdict(self.settings).items()},
+            checks=self.checks,
+            cells=[cell.summary() for cell in self.cells],
+        )
+
+
+def run_study(
+    cases: Sequence[Case],
+    settings: MeasureSettings,
+    environment: dict[str, Any] | None = None,
+    probes: Sequence[Probe] = (),
+    worker_environment: dict[str, str] | None = None,
+    make_worker: Callable[[str], Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Record:
+    """Measure `cases` and return the record; nothing is written.
+
+    `environment` is what is known about the machine (`machine.describe()`); "ceilings" (what the probes
+    gave), "workers", "seconds" and "complete" are added to it. `worker_environment` holds environment
+    variables for the workers, beside those for threads. A cell that could not be measured is in the record's
+    cells with its state, "unavailable" (it cannot run here) or "dropped" (it failed or was wrong), and the
+    reason. Raises Interrupted on Ctrl-C, and Fault when the reference cannot be computed.
+    """
+    variables = thread_variables(settings.threads) | (worker_environment or {})
+    study = Study(cases, settings, make_worker or (lambda name: Worker(name, variables)), clock)
+    try:
+        try:
+            study.run_probes(probes)
+            study.find_references()
+            study.warm_all()
+            study.time_all()
+        except KeyboardInterrupt as stop:
+            raise Interrupted(study.record(environment or {}, complete=False)) from stop
+        except (WorkerCrash, WorkerError) as error:  # only the reference's worker lets these through
+            raise Fault(f"the float64 reference could not be computed: {error}.") from error
+        return study.record(environment or {}, complete=True)
+    finally:
+        for worker in study.workers.values():
+            worker.close()
+
+
+def failed(record: Record) -> list[str]:
+    """One sentence per backend that gave wrong results or failed; a command that has any exits non-zero."""
+    sentences = {}
+    for cell in record.cells:
+        if cell["state"] == "dropped":
+            sentences.setdefault((cell["case"], cell["backend"]), cell["reason"])
+    return [f"{backend} ({case}) was dropped: {reason}" for (case, backend), reason in sentences.items()]
+
+
+def unavailable(record: Record) -> list[str]:
+    """One sentence per backend that cannot run on this machine."""
+    sentences = {}
+    for cell in record.cells:
+        if cell["state"] == "unavailable":
+            sentences.setdefault((cell["case"], cell["backend"]), cell["reason"])
+    return [f"{backend} ({case}) is unavailable: {reason}" for (case, backend), reason in sentences.items()]
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Environment variables that give every framework's pools `threads` threads (0: leave the defaults).
+
+    Pools may spin between the calls of a burst, as they do for their users; KMP_BLOCKTIME ends Intel's and
+    LLVM's OpenMP spinning after 5 ms instead of 200, so that a worker is asleep soon after its burst. GNU's
+    stops by itself within a millisecond or so. `worker.settle` waits for it and counts who did not.
+    """
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    pools = {name: str(threads) for name in names} if threads else {}
+    return pools | {"KMP_BLOCKTIME": "5"}
+
+
+def progress(what: str, total: float) -> tqdm:
+    """A progress bar with the time left; silent when stderr is not a terminal."""
+    form = "{desc:10} {percentage:3.0f}% |{bar:30}| {elapsed} spent, {remaining} left {postfix}"
+    return tqdm(desc=what, total=total, disable=None, bar_format=form, leave=False)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON stores it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
