@@ -33,14 +33,22 @@ class FusedDepthwise(nn.Module):
     and a shift per channel in float32 when the layer is made.
     """
 
-    def __init__(self, weight: mx.array, scale: mx.array, shift: mx.array, stride: int, target: str | None):
+    def __init__(
+        self,
+        weight: mx.array,
+        scale: mx.array,
+        shift: mx.array,
+        stride: int = 1,
+        target: str | None = None,
+        relu: bool = True,
+    ):
         super().__init__()
         self.params = kernels.depthwise_params(weight, scale, shift)  # (11, C) float32
-        self.stride, self.target = stride, target
+        self.stride, self.target, self.relu = stride, target, relu
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (N, H, W, C) float32, float16 or bfloat16 -> (N, ceil(H / stride), ceil(W / stride), C)."""
-        return kernels.dw_bn_relu(x, self.params, self.stride, self.target)
+        return kernels.dw_bn_relu(x, self.params, self.stride, self.target, self.relu)
 
 
 class Block(nn.Module):
@@ -195,6 +203,45 @@ def scale_and_shift(bn: nn.BatchNorm) -> tuple[mx.array, mx.array]:
     )
     scale = gamma * mx.rsqrt(var + bn.eps)
     return scale, beta - mean * scale
+
+
+def fused_from_torch(conv: Any, bn: Any, relu: bool = True, target: str | None = None) -> FusedDepthwise:
+    """The fused MLX layer of a PyTorch depthwise 3×3 convolution, its BatchNorm and, if `relu`, a ReLU.
+
+    conv: torch.nn.Conv2d(C, C, 3, stride 1 or 2, padding=1, groups=C), any C, with or without bias;
+    bn: torch.nn.BatchNorm2d(C), used with its running statistics, as in eval mode. The layer takes NHWC.
+    Raises ValueError naming what does not fit.
+    """
+    c = conv.out_channels
+    needed = {
+        "kernel_size": (3, 3),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "groups": c,
+        "in_channels": c,
+        "padding_mode": "zeros",
+    }
+    wrong = [
+        f"{name} is {getattr(conv, name)}" for name, value in needed.items() if getattr(conv, name) != value
+    ]
+    if conv.stride not in ((1, 1), (2, 2)):
+        wrong.append(f"stride is {conv.stride}")
+    if bn.num_features != c:
+        wrong.append(f"BatchNorm has {bn.num_features} channels")
+    if bn.running_var is None:
+        wrong.append("BatchNorm keeps no running statistics")
+    if wrong:
+        raise ValueError(
+            f"not a depthwise 3×3 convolution over {c} channels with BatchNorm: {', '.join(wrong)}"
+        )
+
+    def array(tensor: Any, default: float) -> mx.array:
+        return mx.full((c,), default) if tensor is None else mx.array(tensor.detach().cpu().float().numpy())
+
+    scale = array(bn.weight, 1.0) * mx.rsqrt(array(bn.running_var, 1.0) + bn.eps)
+    shift = array(bn.bias, 0.0) + (array(conv.bias, 0.0) - array(bn.running_mean, 0.0)) * scale
+    weight = perm_conv(mx.array(conv.weight.detach().cpu().float().numpy()))
+    return FusedDepthwise(weight, scale, shift, conv.stride[0], target, relu)
 
 
 def perm_conv(weight: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 import mlx_model
 import torch_model
 from harness.cli import Fault
+from harness.tolerances import compare
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +30,15 @@ def checkpoint(tmp_path_factory):
     return path, images, logits
 
 
-# Largest allowed error over the largest logit: float32 rounding through 11 layers; half types lose
-# 2^-11 and 2^-8 per stored activation.
-TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 3e-2}
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("level", mlx_model.LEVELS)
 def test_logits_equal_pytorch(checkpoint, level, dtype):
     path, images, expected = checkpoint
     model = mlx_model.get_model(level, path, getattr(mx, dtype))
     for batch in (1, 3):
         logits = np.array(model(mx.array(images[:batch])).astype(mx.float32))
-        error = np.abs(logits - expected[:batch]).max() / np.abs(expected).max()
-        assert error < TOLERANCE[dtype], f"{level} {dtype} batch {batch}: relative error {error:.2e}"
+        check = compare(logits, expected[:batch], dtype)
+        assert check["passed"], f"{level} {dtype} batch {batch}: {check['problem']}"
 
 
 @pytest.mark.parametrize("level", mlx_model.LEVELS)
@@ -90,3 +86,29 @@ def test_host_kernels_refuse_to_run_inside_compile(checkpoint):
     model = mlx_model.get_model("fused", checkpoint[0], target="host")
     with pytest.raises(kernels.Unavailable, match=r"mx\.compile"):
         mx.compile(model)(mx.zeros((1, 28, 28, 1)))
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("channels", "stride", "bias"), [(1, 1, False), (7, 2, True), (48, 2, False)])
+def test_fused_from_torch_equals_the_torch_layers(channels, stride, bias, relu):
+    torch.manual_seed(channels)
+    conv = torch.nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=bias)
+    bn = torch.nn.BatchNorm2d(channels).eval()
+    bn.running_mean.uniform_(-1, 1)
+    bn.running_var.uniform_(0.2, 3)
+    bn.weight.data.uniform_(0.3, 2)
+    bn.bias.data.uniform_(-1, 1)
+    x = torch.randn(3, channels, 9, 11)
+    layer = mlx_model.fused_from_torch(conv, bn, relu)
+    with torch.inference_mode():
+        expected = bn.double()(conv.double()(x.double()))
+        expected = (expected.relu() if relu else expected).permute(0, 2, 3, 1).numpy()
+    result = np.array(layer(mx.array(x.permute(0, 2, 3, 1).contiguous().numpy())))
+    check = compare(result, expected, "float32")
+    assert check["passed"], check["problem"]
+
+
+def test_fused_from_torch_says_what_does_not_fit():
+    conv = torch.nn.Conv2d(8, 8, 5, padding=2, groups=4)
+    with pytest.raises(ValueError, match=r"kernel_size is \(5, 5\).*groups is 4.*BatchNorm has 4"):
+        mlx_model.fused_from_torch(conv, torch.nn.BatchNorm2d(4))

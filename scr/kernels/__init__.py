@@ -5,6 +5,7 @@ and the layer in `mlx_model.py` that uses it. This room knows arrays, sizes and 
 checkpoint.
 """
 
+from kernels.causal_conv import causal_conv1d, causal_conv1d_reference
 from kernels.depthwise import depthwise_params, dw_bn_relu, dw_bn_relu_reference
 from kernels.launcher import (
     TARGETS,
@@ -17,6 +18,7 @@ from kernels.launcher import (
     launch,
     unavailable,
 )
+from kernels.square import square, square_reference
 
 __all__ = [
     "TARGETS",
@@ -24,11 +26,15 @@ __all__ = [
     "Kernel",
     "Output",
     "Unavailable",
+    "causal_conv1d",
+    "causal_conv1d_reference",
     "chain",
     "default_target",
     "depthwise_params",
     "dw_bn_relu",
     "dw_bn_relu_reference",
     "launch",
+    "square",
+    "square_reference",
     "unavailable",
 ]

@@ -21,8 +21,10 @@ def depthwise_params(weight: mx.array, scale: mx.array, shift: mx.array) -> mx.a
     return mx.contiguous(mx.concatenate([taps, scale[None], shift[None]]).astype(mx.float32))
 
 
-def dw_bn_relu(x: mx.array, params: mx.array, stride: int = 1, target: str | None = None) -> mx.array:
-    """Depthwise 3×3 convolution with padding 1, then scale, shift and ReLU per channel.
+def dw_bn_relu(
+    x: mx.array, params: mx.array, stride: int = 1, target: str | None = None, relu: bool = True
+) -> mx.array:
+    """Depthwise 3×3 convolution with padding 1, then scale and shift per channel and, if `relu`, ReLU.
 
     x (N, H, W, C) float32, float16 or bfloat16; params (11, C) float32 of `depthwise_params`; stride 1 or 2
     → (N, ⌈H/stride⌉, ⌈W/stride⌉, C) of x's type. Accumulates in float32. A batch of 2³¹ values or more is
@@ -39,7 +41,8 @@ def dw_bn_relu(x: mx.array, params: mx.array, stride: int = 1, target: str | Non
         raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     images = images_per_launch(h, w, c)
     parts = [
-        launch(dw_bn_relu_call(x[i : i + images], params, stride), target)[0] for i in range(0, n, images)
+        launch(dw_bn_relu_call(x[i : i + images], params, stride, relu), target)[0]
+        for i in range(0, n, images)
     ]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
@@ -52,14 +55,14 @@ def images_per_launch(h: int, w: int, c: int) -> int:
     return images
 
 
-def dw_bn_relu_call(x: mx.array, params: mx.array, stride: int) -> Call:
+def dw_bn_relu_call(x: mx.array, params: mx.array, stride: int, relu: bool = True) -> Call:
     """The launch of `dw_bn_relu` on one part of a batch: a group per image and output row."""
     n, h, w, c = x.shape
     h_out, w_out = -(-h // stride), -(-w // stride)
     return Call(
         KERNEL,
         inputs=(x, params),
-        template=(("T", x.dtype), ("S", stride)),
+        template=(("T", x.dtype), ("S", stride), ("RELU", relu)),
         groups=(n * h_out, 1, 1),
         group_size=_group_size(c, w_out),
         output_shapes=((n, h_out, w_out, c),),
@@ -76,10 +79,11 @@ def _group_size(c: int, w_out: int) -> tuple[int, int, int]:
 
 
 def dw_bn_relu_reference(
-    x: mx.array, params: mx.array, stride: int = 1, target: str | None = None
+    x: mx.array, params: mx.array, stride: int = 1, target: str | None = None, relu: bool = True
 ) -> mx.array:
     """What `dw_bn_relu` computes, in plain MLX operations; same arguments (`target` has no effect)."""
     c = x.shape[3]
     weight = params[:9].T.reshape(c, 3, 3, 1)  # (9, C) -> (C, 3, 3, 1)
     y = mx.conv2d(x.astype(mx.float32), weight, stride=stride, padding=1, groups=c)
-    return mx.maximum(y * params[9] + params[10], 0).astype(x.dtype)
+    y = y * params[9] + params[10]
+    return (mx.maximum(y, 0) if relu else y).astype(x.dtype)

@@ -32,6 +32,7 @@ for (uint column = thread_position_in_threadgroup.y; column < W_out; column += t
       const float value = inside[k] ? float(x[at[k] + c]) : 0.0f;
       sum = metal::fma(value, params[k * C + c], sum);
     }
-    y[out + c] = T(metal::max(metal::fma(sum, params[9 * C + c], params[10 * C + c]), 0.0f));
+    const float normal = metal::fma(sum, params[9 * C + c], params[10 * C + c]);
+    y[out + c] = T(RELU ? metal::max(normal, 0.0f) : normal);
   }
 }

@@ -33,3 +33,42 @@ FUNCTION float fma(float a, float b, float c) {
   return fmaf(a, b, c);
 }
 }  // namespace metal
+
+// A vector of VF channels.
+#define VF 4
+typedef float4 vf;
+
+FUNCTION vf splat(float value) {
+  return make_float4(value, value, value, value);
+}
+FUNCTION vf operator+(vf a, vf b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+FUNCTION vf load_vf(const float* from) {
+  return *reinterpret_cast<const float4*>(from);
+}
+FUNCTION vf load_vf(const __half* from) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(from);
+  const float2 low = __half22float2(reinterpret_cast<const __half2&>(bits.x));
+  const float2 high = __half22float2(reinterpret_cast<const __half2&>(bits.y));
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+FUNCTION void store_vf(float* to, vf values) {
+  *reinterpret_cast<float4*>(to) = values;
+}
+FUNCTION void store_vf(__half* to, vf values) {
+  const __half2 low = __floats2half2_rn(values.x, values.y), high = __floats2half2_rn(values.z, values.w);
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(reinterpret_cast<const uint&>(low), reinterpret_cast<const uint&>(high));
+}
+namespace metal {
+FUNCTION vf fma(vf a, vf b, vf c) {
+  return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
+}
+FUNCTION vf max(vf a, vf b) {
+  return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
+}
+}  // namespace metal
+
+// Before a loop with a constant number of turns.
+#define UNROLL _Pragma("unroll")

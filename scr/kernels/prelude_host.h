@@ -47,3 +47,45 @@ FUNCTION float fma(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 }
 }  // namespace metal
+
+// A vector of VF channels, as wide as this processor's registers.
+#ifdef __AVX512F__
+#define VF 16
+#else
+#define VF 8
+#endif
+typedef float vf __attribute__((vector_size(4 * VF)));
+typedef half half_vf __attribute__((vector_size(2 * VF)));
+
+FUNCTION vf splat(float value) {
+  return value - vf{};
+}
+FUNCTION vf load_vf(const float* from) {
+  vf values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+FUNCTION vf load_vf(const half* from) {
+  half_vf values;
+  std::memcpy(&values, from, sizeof values);
+  return __builtin_convertvector(values, vf);
+}
+FUNCTION void store_vf(float* to, vf values) {
+  std::memcpy(to, &values, sizeof values);
+}
+FUNCTION void store_vf(half* to, vf values) {
+  const half_vf halves = __builtin_convertvector(values, half_vf);
+  std::memcpy(to, &halves, sizeof halves);
+}
+namespace metal {
+FUNCTION vf fma(vf a, vf b, vf c) {
+  return a * b + c;
+}
+}  // namespace metal
+
+// Before a loop with a constant number of turns.
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif

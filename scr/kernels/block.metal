@@ -1,0 +1,32 @@
+// A depthwise-separable residual block in one launch (block 0 with the stem in front: stem_block.metal).
+//
+//   x        (batch, H, W, C) T                         y  (batch, HEIGHT, WIDTH, N) T
+//   weights  float: (9, C) taps, (C) bias, K×N, (N) bias; BatchNorm folded in. fp32 for either T: they are
+//            read through caches, and a conversion in the inner loop costs more than the bytes it saves
+//
+// Constants: H W C N STRIDE; SKIP: the skip is a convolution, so K = 2C, else the identity and K = C;
+// tiling: ROWS SPLITS RUN TP NV STEPS AHEAD PACKED, and LD, the row stride of scratch (padded against bank
+// conflicts).
+// Group: one image's strip of ROWS output rows, part `split` of its channels. Phases: depthwise, product.
+//
+// Work: 2·HEIGHT·WIDTH·(9C + K·N) FLOP per image; the depthwise part is repeated SPLITS times.
+// Bytes: sizeof(T)·(H·W·C + HEIGHT·WIDTH·N) per image, input rows shared by two strips twice;
+// 4·(10C + K·N + N) once per batch.
+// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) bytes.
+// Default tiling, reasons and other targets' figures: tilings.py.
+constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = SKIP ? 2 * C : C;
+constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
+SCRATCH_ARRAY(rows, PIXELS * LD);
+
+const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
+const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
+const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
+const device T* input = x + ulong(image) * (H * W * C);
+const ulong first = (ulong(image) * HEIGHT + top_row) * (WIDTH * N);
+
+const Stored<const device T*, W, C> source = {input};
+depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
+SCRATCH_BARRIER;
+product<K, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
+    rows, weights + 10 * C, x + (SKIP ? 0 : first), y + first,
+    metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH, split, lid, threads);

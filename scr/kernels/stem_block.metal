@@ -1,0 +1,34 @@
+// The stem (3×3 convolution of a one-channel image + bias + ReLU) and the first block in one launch.
+//
+//   x        (batch, H, W) T                            y  (batch, HEIGHT, WIDTH, N) T
+//   weights  float: the stem's (9, C) taps and (C) bias, then the block's as in block.metal
+//
+// Constants, group and tiling as in block.metal; the skip is a convolution, K = 2C. Phases: image into
+// scratch, depthwise of stem values computed where they are read, product.
+//
+// Work: 2·HEIGHT·WIDTH·(9C + K·N) FLOP per image, and 18·C per stem value, of which a run of RUN pixels
+// computes 3·(2·RUN + 1) for the 4·RUN it needs (stride 2): 2.25 times the stem's work for RUN = 1, 1.55
+// for 14. In exchange the stem's output, 4·H·W·C bytes, is neither written nor read.
+// Bytes: sizeof(T)·(H·W + HEIGHT·WIDTH·N) per image; 4·(20C + K·N + N) once per batch.
+// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·ROWS + 3)·(W + 2) bytes.
+constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = 2 * C;
+constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
+constexpr int IMAGE_ROWS = STRIDE * (ROWS - 1) + 3;
+SCRATCH_ARRAY(rows, PIXELS * LD + (IMAGE_ROWS + 2) * (W + 2));
+
+const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
+const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
+const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
+const int top = int(top_row) * STRIDE - 1;
+const device T* input = x + ulong(image) * (H * W);
+device T* output = y + (ulong(image) * HEIGHT + top_row) * (WIDTH * N);
+const SCRATCH_POINTER padded = rows + PIXELS * LD;
+
+pad_image<H, W, IMAGE_ROWS>(input, padded, top, lid, threads);
+SCRATCH_BARRIER;
+const Stem<SCRATCH_POINTER, const device float*, W, C> source = {padded, weights, top};
+depthwise<H, W, C, STRIDE, ROWS, RUN, LD, true>(source, weights + 10 * C, rows, top_row, lid, threads);
+SCRATCH_BARRIER;
+product<K, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, false>(
+    rows, weights + 20 * C, output, output, metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH, split, lid,
+    threads);
