@@ -32,6 +32,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from tqdm import tqdm
 
 from harness import tolerances
 from harness.cli import Fault
+from harness.paths import shown
 from harness.record import Record, rows_from
 from harness.worker import Worker, WorkerCrash, WorkerError
 
@@ -133,7 +135,7 @@ class Plan:
 def plan_cell(
     settings: MeasureSettings, median_ms: float, return_ms: float, has_device_clock: bool = False
 ) -> Plan:
-    """Plan a cell from its warm-up: within the budget, but at least a trial in each of LEAST_ROUNDS rounds."""
+    """Plan a cell from its warm-up: within the budget, but a trial in LEAST_ROUNDS rounds at least."""
     forward = max(median_ms / 1e3, 1e-7)
     budget = settings.budget
     most = max(1, min(settings.rounds, settings.trials))
@@ -435,7 +437,7 @@ class Study:
         return self.sequence - 1
 
     def schedule(self) -> list[tuple[Cell, int, dict[str, int], bool]]:
-        """All bursts in the order of the run: (cell, round, trials per kind, whether it is the cell's last)."""
+        """All bursts in the order of the run: (cell, round, trials per kind, whether it is the last)."""
         groups: dict[str, list[Cell]] = {}
         for cell in self.cells:
             if not cell.state:
@@ -578,7 +580,7 @@ def thread_variables(threads: int) -> dict[str, str]:
     stops by itself within a millisecond or so. `worker.settle` waits for it and counts who did not.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    pools = {name: str(threads) for name in names} if threads else {}
+    pools = dict.fromkeys((*names, "HOST_THREADS"), str(threads)) if threads else {}
     return pools | {"KMP_BLOCKTIME": "5"}
 
 
@@ -589,7 +591,7 @@ def progress(what: str, total: float) -> tqdm:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON stores it."""
+    """A setting as JSON stores it; a path without what is outside the repository."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+    return shown(value) if isinstance(value, Path) else value

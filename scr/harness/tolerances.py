@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 TOLERANCES = {
-    # Unit roundoff 6e-8; ten layers with sums of up to 192 products, in any order, were seen to reach 1e-6;
-    # algorithms that change the arithmetic (Winograd, FFT) lose another digit. A wrong weight is 1e-2 or more.
+    # Unit roundoff 6e-8; ten layers with sums of up to 192 products, in any order, reach 1e-6;
+    # algorithms that change the arithmetic (Winograd, FFT) lose another digit. A wrong weight gives 1e-2.
     "float32": 2e-5,
-    # 10-bit mantissa in the products (unit roundoff 5e-4), fp32 sums: errors average out in a layer, then add.
+    # 10-bit mantissa in the products (unit roundoff 5e-4), fp32 sums, averaging out within a layer.
     "tf32": 5e-3,
     # Each of about 20 stored activations is rounded to 11 bits (5e-4); sums may be fp16 too on some paths.
     "float16": 1e-2,

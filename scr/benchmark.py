@@ -1,0 +1,142 @@
+"""Time the network in every backend against the others, then report: the main study.
+
+    python scr/benchmark.py                          # torch, mlx, mlx-fused; batches 1 to 512
+    python scr/benchmark.py --quick                  # the same way in half a minute, for a look
+    python scr/benchmark.py --backends all --tag m1  # a reference run under output/m1 and conclusions/m1
+
+Writes output/per_trial.npz (raw trials, first and atomically), then output/plots and
+conclusions/benchmark_result.md, which ends with a table of P50, P95 and speedups. The default run takes about
+6 minutes on 2 CPU cores, where MLX needs 8 s per forward at batch 512, and about 4 on a GPU.
+Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 1 if a backend gave a wrong
+result or failed; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+import mnist_data
+from harness import backends, machine
+from harness.cli import Fault, parse_settings, run_command
+from harness.measure import Case, Interrupted, MeasureSettings, failed, run_study, unavailable
+from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
+from harness.record import Record, save
+
+
+@dataclass(frozen=True)
+class Settings(MeasureSettings):
+    """What to time and where to write it."""
+
+    backends: tuple[str, ...] = field(
+        default=backends.DEFAULT,
+        metadata={"help": f"any of {', '.join(backends.BACKENDS)}, or all"},
+    )
+    batch_sizes: tuple[int, ...] = field(default=(1, 16, 64, 128, 256, 512), metadata={"help": "images"})
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "storage type", "choices": ("float32", "float16", "bfloat16")},
+    )
+    device: str = field(
+        default="auto",
+        metadata={"help": "PyTorch's device (MLX takes its own)", "choices": ("auto", "cpu", "mps", "cuda")},
+    )
+    target: str | None = field(
+        default=None,
+        metadata={
+            "help": "where our kernels run (default: MLX's device)",
+            "choices": ("metal", "cuda", "host"),
+        },
+    )
+    checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
+    data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
+    tag: str | None = field(
+        default=None, metadata={"help": "write a reference run to output/TAG and conclusions/TAG"}
+    )
+    quick: bool = field(default=False, metadata={"help": "small batches and few trials: half a minute"})
+
+
+QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5}
+
+
+def main() -> int:
+    """Measure, save, report. Returns the exit status."""
+    settings = resolve(parse_settings(Settings, __doc__))
+    output, conclusions = OUTPUT, CONCLUSIONS
+    if settings.tag:
+        output, conclusions = OUTPUT / settings.tag, CONCLUSIONS / settings.tag
+    path = output / "per_trial.npz"
+    print(settings)
+    try:
+        record = measure(settings)
+    except Interrupted as stop:
+        partial = path.with_suffix(".partial.npz")
+        save(stop.record, partial)
+        print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
+        return 130
+    save(record, path)
+    print(f"wrote {shown(path)}: {len(record.rows)} trials in {record.environment['seconds']:.0f} s")
+    report(record, output / "plots", conclusions / "benchmark_result.md")
+    for sentence in unavailable(record) + failed(record):
+        print(sentence)
+    return 1 if failed(record) else 0
+
+
+def resolve(settings: Settings) -> Settings:
+    """Settings with `--quick` and `all` spelled out and checked. Raises Fault for what cannot be run."""
+    if settings.quick:
+        defaults = Settings()
+        changes = {
+            name: value for name, value in QUICK.items() if getattr(settings, name) == getattr(defaults, name)
+        }
+        settings = replace(settings, **changes)
+    if "all" in settings.backends:
+        settings = replace(settings, backends=tuple(backends.BACKENDS))
+    for name in settings.backends:
+        backends.check_name(name)
+    if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
+        raise Fault("batch sizes, trials, rounds and budget must be positive.")
+    if settings.tag and not settings.tag.replace("-", "").replace("_", "").isalnum():
+        raise Fault(f"the tag {settings.tag!r} must be letters, digits, - and _ only; it names a folder.")
+    if not settings.checkpoint.is_file():
+        raise Fault(f"{shown(settings.checkpoint)} does not exist; `python scr/train_mnist.py` makes it.")
+    return replace(settings, threads=settings.threads or machine.default_threads())
+
+
+def measure(settings: Settings) -> Record:
+    """Run the study on real test digits; batch B is the first B of them."""
+    images, _, source = mnist_data.test_digits(settings.data_dir)
+    images = mnist_data.normalise(images)
+
+    def first(batch_size: int) -> np.ndarray:
+        """The first `batch_size` images (N, 1, 28, 28), from the start again where there are too few."""
+        return np.resize(images, (batch_size, *images.shape[1:]))
+
+    case = Case(
+        study="mnist",
+        name="network",
+        batch_sizes=settings.batch_sizes,
+        inputs=first,
+        dtype=settings.dtype,
+        candidates=tuple(
+            backends.candidate(
+                name, settings.checkpoint, settings.dtype, settings.device, settings.target, settings.threads
+            )
+            for name in settings.backends
+        ),
+        reference=backends.reference(settings.checkpoint),
+    )
+    environment = machine.describe(threads=settings.threads) | {"inputs": source}
+    return run_study([case], settings, environment, worker_environment={"MLX_ENABLE_TF32": "0"})
+
+
+def report(record: Record, plots: Path, markdown: Path) -> None:
+    """Write plots and report."""
+    from harness.report import build  # matplotlib is slow to import: not before the measurement
+
+    build(record, plots, markdown)
+    print(f"wrote {shown(markdown)} and {shown(plots)}")
+
+
+if __name__ == "__main__":
+    run_command(main)

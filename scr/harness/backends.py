@@ -1,0 +1,380 @@
+"""The benchmark's backends: everything that is special about PyTorch, MLX or ONNX Runtime.
+
+Each class is a `worker.Backend` and runs inside a worker process; frameworks are imported there, in the
+functions that need them, so that the parent (which only reads the tables of names) imports none.
+
+A batch is float32 images (N, 1, 28, 28), the layout of PyTorch; `prepare` converts dtype and layout and puts
+them on the device. A result is float32 logits (N, 10).
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.cli import Fault
+from harness.measure import Candidate
+from harness.worker import Backend
+
+# What each backend is, for help texts and reports.
+BACKENDS = {
+    "torch": "PyTorch, eager",
+    "torch-channels-last": "PyTorch, eager, channels_last memory format",
+    "torch-compile": "PyTorch under torch.compile, default mode",
+    "torch-graph": "PyTorch, eager, replayed as a captured CUDA graph",
+    "onnxruntime": "the same weights in ONNX Runtime, on the CPU",
+    "mlx": "MLX as written",
+    "mlx-compile": "MLX under mx.compile",
+    "mlx-folded": "MLX with BatchNorm folded, under mx.compile: the honest baseline",
+    "mlx-fused": "MLX with the fused depthwise + BatchNorm + ReLU kernel",
+    "mlx-fused-compile": "the fused kernel, BatchNorm folded, under mx.compile around it",
+    "mlx-block": "one fused launch per block and one for the head",
+    "mlx-network": "the whole network in one launch",
+}
+DEFAULT = ("torch", "mlx", "mlx-fused")
+
+_MLX = {  # backend: (fusion level, under mx.compile)
+    "mlx": ("layers", False),
+    "mlx-compile": ("layers", True),
+    "mlx-folded": ("folded", True),
+    "mlx-fused": ("fused", False),
+    "mlx-fused-compile": ("fused-folded", True),
+    "mlx-block": ("block", False),
+    "mlx-network": ("network", False),
+}
+
+
+def candidate(
+    name: str,
+    checkpoint: Path,
+    dtype: str = "float32",
+    device: str = "auto",
+    target: str | None = None,
+    threads: int = 0,
+) -> Candidate:
+    """The backend `name` as the harness takes it. `device` is PyTorch's, `target` that of our kernels."""
+    common = {"checkpoint": str(checkpoint), "dtype": dtype}
+    if name in _MLX:
+        level, compiled = _MLX[name]
+        arguments = {"checkpoint": str(checkpoint), "dtype": dtype, "level": level}
+        arguments |= {"compiled": compiled, "target": target}
+        return Candidate(name, "mlx", "harness.backends:MlxNetwork", arguments, module="mlx.core")
+    if name == "onnxruntime":
+        arguments = common | {"threads": threads}
+        return Candidate(name, "onnxruntime", "harness.backends:OnnxNetwork", arguments)
+    check_name(name)
+    arguments = common | {"device": device, "threads": threads, "variant": name.removeprefix("torch-")}
+    return Candidate(name, "torch", "harness.backends:TorchNetwork", arguments)
+
+
+def check_name(name: str) -> None:
+    """Raise Fault for a backend that does not exist."""
+    if name not in BACKENDS:
+        raise Fault(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}, and all.")
+
+
+def reference(checkpoint: Path) -> Candidate:
+    """The float64 answer: PyTorch on the CPU, in a process of its own."""
+    arguments = {"checkpoint": str(checkpoint), "dtype": "float64", "device": "cpu"}
+    return Candidate("reference", "reference", "harness.backends:TorchNetwork", arguments, module="torch")
+
+
+class TorchNetwork(Backend):
+    """DepthwiseMNIST in PyTorch. `variant`: torch, channels-last, compile or graph."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str = "float32",
+        device: str = "auto",
+        threads: int = 0,
+        variant: str = "torch",
+    ) -> None:
+        import torch
+
+        from torch_model import load_model
+
+        self.torch = torch
+        self.target = torch_device(device)
+        self.variant = variant
+        if variant == "graph" and self.target != "cuda":
+            raise Fault("CUDA graphs need an NVIDIA GPU")
+        if threads:
+            torch.set_num_threads(threads)
+        layout = torch.channels_last if variant == "channels-last" else torch.contiguous_format
+        self.form = {"device": self.target, "dtype": getattr(torch, dtype), "memory_format": layout}
+        self.model = load_model(checkpoint).to(**self.form)
+        if variant == "compile":
+            self.model = torch.compile(self.model)
+        self.wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
+            self.target, lambda: None
+        )
+        self.outputs: list[Any] = []
+        self.graphs: dict[int, tuple[Any, Any, Any]] = {}  # batch size -> graph, its input, its output
+
+    def prepare(self, batch: np.ndarray) -> None:
+        """Copy the images to the device; for a graph into its fixed input, capturing it once per size."""
+        torch = self.torch
+        with torch.inference_mode():
+            self.x = torch.from_numpy(batch).to(**self.form)
+            if self.variant == "graph":
+                if len(batch) not in self.graphs:
+                    self.graphs[len(batch)] = self.capture()
+                self.graph, x, self.graph_output = self.graphs[len(batch)]
+                x.copy_(self.x)
+        self.wait()
+
+    def capture(self) -> tuple[Any, Any, Any]:
+        """Capture one forward as a CUDA graph: (graph, input, output)."""
+        torch = self.torch
+        x = self.x.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries allocate their workspaces before the capture
+            for _ in range(3):
+                self.model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.model(x)
+        return graph, x, output
+
+    def run(self) -> None:
+        """One forward, without autograd; on a GPU it may return early."""
+        with self.torch.inference_mode():
+            if self.variant == "graph":
+                self.graph.replay()
+                self.outputs.append(self.graph_output)
+            else:
+                self.outputs.append(self.model(self.x))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self.wait()
+        del self.outputs[:-1]
+
+    def result(self) -> np.ndarray:
+        """The last logits; float64 only from a float64 network."""
+        kind = self.torch.float64 if self.form["dtype"] == self.torch.float64 else self.torch.float32
+        return self.outputs[-1].to("cpu", kind).numpy()
+
+    def device_ms(self) -> float | None:
+        """CUDA: events around one forward; between kernels that are too short it includes the launch gaps."""
+        if self.target != "cuda":
+            return None
+        start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.wait()
+        start.record()
+        self.run()
+        end.record()
+        self.synchronize()
+        return start.elapsed_time(end)
+
+    def reset_peak(self) -> None:
+        """Start a new peak of the CUDA allocator."""
+        if self.target == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def peak_memory_mb(self) -> float | None:
+        """Peak of the CUDA allocator, what Metal's driver holds, or None on the CPU."""
+        if self.target == "cuda":
+            return self.torch.cuda.max_memory_allocated() / 1e6
+        if self.target == "mps":
+            return self.torch.mps.driver_allocated_memory() / 1e6
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Threads and TF32 as they are in this process."""
+        backends = self.torch.backends
+        return {
+            "threads": self.torch.get_num_threads(),
+            "tf32": bool(
+                self.target == "cuda" and (backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32)
+            ),
+        }
+
+
+def torch_device(device: str) -> str:
+    """PyTorch's device type for `--device`: auto takes CUDA, then MPS, then the CPU."""
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        return next(name for name, present in there.items() if present)
+    if not there[device]:
+        raise Fault(f"PyTorch sees no {device} device here")
+    return device
+
+
+class MlxNetwork(Backend):
+    """DepthwiseMNIST in MLX at a fusion level, on MLX's default device."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str = "float32",
+        level: str = "layers",
+        compiled: bool = False,
+        target: str | None = None,
+    ) -> None:
+        import mlx.core as mx
+
+        import kernels
+        import mlx_model
+
+        self.mx = mx
+        self.dtype = getattr(mx, dtype)
+        if level not in mlx_model.LEVELS:
+            raise Fault(f"the fusion level {level!r} is not built")
+        custom = level not in ("layers", "folded")
+        where = target or kernels.default_target()
+        self.target = where if custom else mlx_device()
+        if custom:
+            reason = kernels.unavailable(where)
+            if reason:
+                raise Fault(reason)
+            if compiled and where == "host":
+                raise Fault("kernels on the host lie outside MLX's graph, which mx.compile needs")
+        self.model = mlx_model.get_model(level, checkpoint, self.dtype, target if custom else None)
+        self.forward = mx.compile(self.model) if compiled else self.model
+        self.compiled = compiled
+        self.outputs: list[Any] = []
+        # Costs one element-wise launch; exact, since 0·y is zero, and not foldable without knowing y.
+        self.link = mx.compile(lambda x, y: x + 0 * y[:, :1, None, None])
+
+    def prepare(self, batch: np.ndarray) -> None:
+        """(N, 1, 28, 28) float32 -> MLX's (N, 28, 28, 1), the same order in memory for one channel."""
+        self.x = self.mx.array(batch.transpose(0, 2, 3, 1)).astype(self.dtype)
+        self.mx.eval(self.x)
+
+    def run(self) -> None:
+        """Describe one forward; nothing is computed yet, but for kernels on the host."""
+        self.outputs.append(self.forward(self.x))
+
+    def launch(self) -> None:
+        """Describe one forward and start it."""
+        self.run()
+        self.mx.async_eval(self.outputs[-1])
+
+    def synchronize(self) -> None:
+        """Compute every output and wait."""
+        self.mx.eval(self.outputs)
+        del self.outputs[:-1]
+
+    def discard(self) -> None:
+        """Forget the outputs: what was only described costs nothing."""
+        self.outputs.clear()
+
+    def result(self) -> np.ndarray:
+        """The last logits."""
+        return np.array(self.outputs[-1].astype(self.mx.float32))
+
+    def device_ms(self) -> float | None:
+        """On a GPU: the slope between chains of K and 2K dependent forwards, less that of the links alone.
+
+        MLX has no event timer. In a chain, Python and launches of the next forward overlap the device's work;
+        each forward's input depends on the last one's output through data, else forwards could overlap too.
+        """
+        if self.mx.default_device().type != self.mx.DeviceType.gpu:
+            return None
+        if not hasattr(self, "link_ms"):
+            self.link_ms = {}
+        size = len(self.x)
+        if size not in self.link_ms:
+            logits = self.mx.zeros((size, 10), self.dtype)
+            self.link_ms[size] = min(self._slope(lambda x: logits) for _ in range(5))
+        return max(0.0, self._slope(self.forward) - self.link_ms[size])
+
+    def _slope(self, step: Any, length: int = 8) -> float:
+        """Milliseconds per link of a chain x -> link(x, step(x)), from chains of `length` and twice that."""
+        times = []
+        for count in (length, 2 * length):
+            start = time.perf_counter()
+            x = self.x
+            for _ in range(count):
+                x = self.link(x, step(x))
+                self.mx.async_eval(x)
+            self.mx.eval(x)
+            times.append(time.perf_counter() - start)
+        return 1e3 * (times[1] - times[0]) / length
+
+    def reset_peak(self) -> None:
+        """Start a new peak of MLX's allocator."""
+        self.mx.reset_peak_memory()
+
+    def peak_memory_mb(self) -> float | None:
+        """Peak of MLX's allocator on a GPU; None on the CPU."""
+        if self.mx.default_device().type == self.mx.DeviceType.gpu:
+            return self.mx.get_peak_memory() / 1e6
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Whether the graph is compiled."""
+        return {"compiled": self.compiled}
+
+
+def mlx_device() -> str:
+    """Where MLX's own operations run: metal, cuda or cpu."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+class OnnxNetwork(Backend):
+    """DepthwiseMNIST exported by PyTorch, in ONNX Runtime on the CPU with default session options."""
+
+    target = "cpu"
+
+    def __init__(self, checkpoint: str, dtype: str = "float32", threads: int = 0) -> None:
+        import onnxruntime
+
+        if dtype != "float32":
+            raise Fault("ONNX Runtime's CPU provider is measured in float32 only")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.session = onnxruntime.InferenceSession(
+            onnx_bytes(checkpoint), options, providers=["CPUExecutionProvider"]
+        )
+
+    def prepare(self, batch: np.ndarray) -> None:
+        """ONNX Runtime reads NumPy's memory: nothing is copied."""
+        self.x = np.ascontiguousarray(batch)
+
+    def run(self) -> None:
+        """One forward; done when it returns."""
+        (self.output,) = self.session.run(None, {"images": self.x})
+
+    def result(self) -> np.ndarray:
+        """The last logits."""
+        return self.output
+
+
+def onnx_bytes(checkpoint: str) -> bytes:
+    """The network with a free batch size as an ONNX file's bytes, written by PyTorch in another process."""
+    import subprocess
+    import sys
+    import tempfile
+
+    program = (
+        "import sys, torch, torch_model\n"
+        "model = torch_model.load_model(sys.argv[1])\n"
+        "torch.onnx.export(model, (torch.zeros(2, 1, 28, 28),), sys.argv[2], input_names=['images'],\n"
+        "    dynamo=True, external_data=False, dynamic_shapes=({0: torch.export.Dim('batch')},))\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        done = subprocess.run(
+            [sys.executable, "-c", program, checkpoint, str(path)],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1]
+            if "ModuleNotFoundError" in last:
+                raise Fault(f"exporting needs a package that is not installed ({last}); make setup PEERS=1")
+            raise RuntimeError(f"export to ONNX failed: {last}")
+        return path.read_bytes()
