@@ -78,6 +78,14 @@ def flags() -> tuple[str, ...]:
 
 
 @functools.cache
+def vector_width() -> int:
+    """Floats in a `vf` of prelude_host.h: what the compiler, asked for this processor, defines decides."""
+    command = [compiler(), *flags(), "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return 16 if "__AVX512F__" in macros else 8
+
+
+@functools.cache
 def identity() -> str:
     """What a compiled library depends on besides its text: compiler, flags, processor."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout

@@ -19,20 +19,20 @@ constexpr int R1 = (P1 + TP1 - 1) / TP1 * TP1, R2 = (P2 + TP2 - 1) / TP2 * TP2; 
 constexpr int ACTIVATIONS = P1 * C1 > P2 * C2 ? P1 * C1 : P2 * C2;
 constexpr int WIDE1 = R1 * (LD1 > LD1B ? LD1 : LD1B), WIDE2 = R2 * (LD2 > LD2B ? LD2 : LD2B);
 SCRATCH_ARRAY(scratch, ACTIVATIONS + (WIDE1 > WIDE2 ? WIDE1 : WIDE2));
-const SCRATCH_POINTER a = scratch, rows = scratch + ACTIVATIONS;
+const ScratchPointer a = scratch, rows = scratch + ACTIVATIONS;
 const uint image = threadgroup_position_in_grid.x;
 const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 
 pad_image<H, H, 2 * H1 + 1>(x + ulong(image) * (H * H), a, -1, lid, threads);
 SCRATCH_BARRIER;
-const Stem<SCRATCH_POINTER, const device float*, H, C0> stem = {a, weights, -1};
+const Stem<ScratchPointer, const device float*, H, C0> stem = {a, weights, -1};
 const device float* w = weights + 10 * C0;
 depthwise<H, H, C0, 2, H1, RUN1, LD1, true>(stem, w, rows, 0, lid, threads);
 SCRATCH_BARRIER;
 product<2 * C0, LD1, C1, 1, TP1, NV1, STEPS, AHEAD, PACKED, false>(rows, w + 10 * C0, a, a, P1, 0, lid, threads);
 SCRATCH_BARRIER;
 
-const Stored<SCRATCH_POINTER, H1, C1> wide = {a};
+const Stored<ScratchPointer, H1, C1> wide = {a};
 w += 10 * C0 + (2 * C0 + 1) * C1;
 depthwise<H1, H1, C1, 1, H1, RUN1, LD1B, false>(wide, w, rows, 0, lid, threads);
 SCRATCH_BARRIER;
@@ -45,7 +45,7 @@ SCRATCH_BARRIER;
 product<2 * C1, LD2, C2, 1, TP2, NV2, STEPS, AHEAD, PACKED, false>(rows, w + 10 * C1, a, a, P2, 0, lid, threads);
 SCRATCH_BARRIER;
 
-const Stored<SCRATCH_POINTER, H2, C2> deep = {a};
+const Stored<ScratchPointer, H2, C2> deep = {a};
 w += 10 * C1 + (2 * C1 + 1) * C2;
 depthwise<H2, H2, C2, 1, H2, RUN2, LD2B, false>(deep, w, rows, 0, lid, threads);
 SCRATCH_BARRIER;

@@ -22,7 +22,7 @@ FUNCTION vf load_vf(const threadgroup float* from) {
   return *reinterpret_cast<const threadgroup float4*>(from);
 }
 FUNCTION vf load_vf(const device half* from) {
-  return vf(*reinterpret_cast<const device half4*>(from));
+  return float4(*reinterpret_cast<const device half4*>(from));
 }
 FUNCTION void store_vf(device float* to, vf values) {
   *reinterpret_cast<device float4*>(to) = values;

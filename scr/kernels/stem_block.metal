@@ -22,11 +22,11 @@ const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
 const int top = int(top_row) * STRIDE - 1;
 const device T* input = x + ulong(image) * (H * W);
 device T* output = y + (ulong(image) * HEIGHT + top_row) * (WIDTH * N);
-const SCRATCH_POINTER padded = rows + PIXELS * LD;
+const ScratchPointer padded = rows + PIXELS * LD;
 
 pad_image<H, W, IMAGE_ROWS>(input, padded, top, lid, threads);
 SCRATCH_BARRIER;
-const Stem<SCRATCH_POINTER, const device float*, W, C> source = {padded, weights, top};
+const Stem<ScratchPointer, const device float*, W, C> source = {padded, weights, top};
 depthwise<H, W, C, STRIDE, ROWS, RUN, LD, true>(source, weights + 10 * C, rows, top_row, lid, threads);
 SCRATCH_BARRIER;
 product<K, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, false>(

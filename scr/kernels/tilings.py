@@ -1,0 +1,161 @@
+"""How the kernels cut their work: the constants that differ per target and batch, and what decided them.
+
+A `Tiling` is what the texts block.metal and stem_block.metal take beside their sizes; a `NetworkTiling` what
+network.metal takes. Both are values: `kernels.block(…, tiling=…)` runs any that fits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernels import host
+
+GPU_VECTOR = 4  # channels in a `vf` of the GPU preludes
+SCRATCH_BYTES = 32 * 1024  # Metal's limit per threadgroup, kept to by the defaults of every GPU
+HOST_SCRATCH_BYTES = 160 * 1024  # keeps a group's rows in a core's second-level cache
+
+
+class BlockShape(NamedTuple):
+    """The sizes of a block: input (height, width, channels) -> output (out_height, out_width, outputs).
+
+    With `stem`, the input is the image (height, width) and `channels` what the stem makes of it.
+    """
+
+    height: int
+    width: int
+    channels: int
+    outputs: int
+    stride: int = 1
+    stem: bool = False
+
+    @property
+    def out_height(self) -> int:
+        """Rows of the output."""
+        return -(-self.height // self.stride)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the output."""
+        return -(-self.width // self.stride)
+
+    @property
+    def projected(self) -> bool:
+        """Whether the skip is a convolution; else it is the identity."""
+        return self.stem or self.stride != 1 or self.channels != self.outputs
+
+    @property
+    def depth(self) -> int:
+        """K of the block's matrix product."""
+        return self.channels * (2 if self.projected else 1)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to cut a block: see block.metal and the two phases for what the constants do."""
+
+    rows: int  # output rows per group
+    splits: int  # groups that share a strip's channels
+    run: int  # output columns per thread in the depthwise phase
+    pixels: int  # a thread's tile of the product: pixels × vectors
+    vectors: int
+    steps: int  # values of k at a time
+    ahead: bool  # load the next weights before using these
+    threads: int  # per group; 1 on the host
+    padding: int  # floats between two rows of scratch
+
+    def scratch_bytes(self, shape: BlockShape) -> int:
+        """Threadgroup memory of one group."""
+        whole = -(-self.rows * shape.out_width // self.pixels) * self.pixels
+        image = (shape.stride * (self.rows - 1) + 5) * (shape.width + 2) if shape.stem else 0
+        return 4 * (whole * (shape.depth + self.padding) + image)
+
+    def misfit(self, shape: BlockShape, vector: int) -> str | None:
+        """Why this tiling does not fit `shape` on a target with vectors of `vector` channels, or None."""
+        tile = self.splits * self.vectors * vector
+        if shape.channels % vector or shape.outputs % tile:
+            return f"channels must be multiples of {vector} and outputs of {tile}"
+        if shape.out_width % self.run:
+            return f"a run of {self.run} does not divide {shape.out_width} columns"
+        if shape.depth % self.steps:
+            return f"{self.steps} steps do not divide a depth of {shape.depth}"
+        return None
+
+
+@dataclass(frozen=True)
+class NetworkTiling:
+    """One way to cut the network's single launch; numbers 1 and 2 are the 14×14 and the 7×7 stages."""
+
+    run1: int
+    pixels1: int
+    vectors1: int
+    run2: int
+    pixels2: int
+    vectors2: int
+    steps: int
+    ahead: bool
+    threads: int
+    padding: int
+
+
+def vector_width(target: str) -> int:
+    """Channels in a `vf` on `target`."""
+    return host.vector_width() if target == "host" else GPU_VECTOR
+
+
+def packed_vectors(outputs: int, target: str) -> int:
+    """Vectors of a thread's tile that weights for `target` are packed by; 0 where they are not (GPUs).
+
+    On a CPU with 32 vector registers 7×3 tiles use 21 + 3 of them (AVX-512, 117 GFLOP/s per core of a
+    Zen 4, against 112 for 14×2 and 93 for 7×3 of half the width); with 16, 6×2 uses 12 + 2 and a broadcast.
+    """
+    if target != "host":
+        return 0
+    vector = host.vector_width()
+    wanted = (3, 2, 4, 1) if vector == 16 else (2, 1)
+    return next((n for n in wanted if outputs % (n * vector) == 0), 1)
+
+
+def divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def default_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
+    """The tiling to use for `batch` images where nobody has tuned."""
+    return _host_tiling(shape, batch) if target == "host" else _gpu_tiling(shape, batch)
+
+
+def _host_tiling(shape: BlockShape, batch: int) -> Tiling:
+    """A strip as large as the second-level cache takes; at batch 1, enough groups for a few cores."""
+    vectors = packed_vectors(shape.outputs, "host")
+    pixels = 7 if host.vector_width() == 16 else 6
+    row_bytes = 4 * shape.out_width * shape.depth
+    rows = max(1, min(shape.out_height, HOST_SCRATCH_BYTES // row_bytes))
+    splits = 1
+    if batch == 1 and shape.out_height > 7:
+        rows = min(rows, max(1, shape.out_height // 7))
+    elif batch == 1:
+        splits = divisor(shape.outputs // (vectors * host.vector_width()), 4)
+    return Tiling(rows, splits, divisor(shape.out_width, 14), pixels, vectors, 1, False, 1, 0)
+
+
+def _gpu_tiling(shape: BlockShape, batch: int) -> Tiling:
+    """Strips within 32 KB; tall tiles for throughput, small ones and split channels at small batches."""
+    pixels = 1 if batch < 4 else 2 if batch < 64 else 7 if shape.out_width % 7 == 0 else 4
+    splits = 1
+    if batch < 4:
+        splits = math.gcd(shape.outputs // GPU_VECTOR, 4)
+    row_bytes = 4 * shape.out_width * (shape.depth + 4)
+    rows = max(1, min(shape.out_height, 4 if shape.out_width <= 7 else 2, SCRATCH_BYTES // row_bytes))
+    tiles = -(-rows * shape.out_width // pixels) * (shape.outputs // splits // GPU_VECTOR)
+    threads = min(384, max(64, -(-tiles // 32) * 32))
+    return Tiling(rows, splits, 1, pixels, 1, 8, True, threads, 4)
+
+
+def default_network_tiling(batch: int, target: str) -> NetworkTiling:
+    """The network kernel's tiling where nobody has tuned."""
+    if target == "host":
+        vectors = packed_vectors(96, "host")
+        pixels = (7, 7) if host.vector_width() == 16 else (6, 5)
+        return NetworkTiling(14, pixels[0], vectors, 7, pixels[1], vectors, 1, False, 1, 0)
+    return NetworkTiling(2, 14, 1, 1, 7, 1, 8, True, 384, 4)
