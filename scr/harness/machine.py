@@ -17,8 +17,8 @@ from harness.paths import ROOT, shown
 
 PACKAGES = ("torch", "mlx", "onnxruntime", "numpy")
 
-# Datasheet-class figures, ±10 %: chip -> (GPU cores of the full chip, fp32 TFLOP/s, GB/s). Sources: Apple's
-# announcements for bandwidth and cores; TFLOP/s by GPU cores × 128 lanes × 2 × clock, the M1 after the article.
+# Datasheet-class figures, ±10 %: chip -> (GPU cores of the full chip, fp32 TFLOP/s, GB/s). Cores and GB/s are
+# Apple's; TFLOP/s are GPU cores × 128 lanes × 2 × clock, and for the M1 the article's figure.
 APPLE_CHIPS = {
     "M1": (8, 2.66, 68.0),
     "M1 Pro": (16, 5.3, 200.0),

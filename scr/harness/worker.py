@@ -86,12 +86,12 @@ BURST_KINDS = ("latency", "throughput", "python", "device")
 
 
 def time_burst(
-    backend: Backend, counts: dict[str, int], in_flight: int, clock: Clock, origin: float
-) -> list[tuple[str, float, float]]:
+    backend: Backend, counts: dict[str, int], in_flight: int, clock: Clock, origin: float, check: bool = False
+) -> tuple[list[tuple[str, float, float]], np.ndarray | None]:
     """Time `counts[kind]` trials per kind on a prepared backend, after one call that is not counted.
 
-    Returns (kind, start in seconds since `origin`, milliseconds per forward) per trial. The garbage
-    collector is off meanwhile: a collection is Python's business, and its moment would be luck.
+    Returns (kind, start in seconds since `origin`, milliseconds per forward) per trial and, with `check`, the
+    output of the last latency trial. The garbage collector is off meanwhile: its moment would be luck.
     """
     trials = []
 
@@ -109,6 +109,7 @@ def time_burst(
             backend.run()
             backend.synchronize()
             note("latency", start)
+        output = backend.result() if check else None
         for _ in range(counts.get("throughput", 0)):
             start = clock()
             for _ in range(in_flight):
@@ -128,7 +129,7 @@ def time_burst(
     finally:
         if collecting:
             gc.enable()
-    return trials
+    return trials, output
 
 
 def warm_up(backend: Backend, at_least: int, seconds: float, clock: Clock) -> dict[str, Any]:
@@ -228,13 +229,13 @@ class Session:
     def burst(
         self, key: str, batch: str, counts: dict[str, int], in_flight: int, origin: float, check: bool
     ) -> dict[str, Any]:
-        """Time one burst, its input transfer included as a trial of its own; with `check` also the output."""
+        """Time one burst, the input's transfer as a trial of its own; `check` asks for the last output."""
         backend = self.backends[key]
         start = self.clock()
         backend.prepare(self.batches[batch])
         transfer = ("transfer", start - origin, (self.clock() - start) * 1e3)
-        trials = [transfer, *time_burst(backend, counts, in_flight, self.clock, origin)]
-        return {"trials": trials, "output": backend.result() if check else None}
+        trials, output = time_burst(backend, counts, in_flight, self.clock, origin, check)
+        return {"trials": [transfer, *trials], "output": output}
 
     def status(self) -> dict[str, Any]:
         """Peak memory of this process in MB."""
