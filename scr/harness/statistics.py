@@ -98,7 +98,7 @@ class Drift:
     """A trend over a run. `percent`: median of the last quarter of rounds over that of the first, minus 1."""
 
     percent: float | None  # None with fewer than DRIFT_ROUNDS rounds
-    significant: bool  # Mann and Kendall's test at 1 %
+    significant: bool  # by a rank test for ramps or for steps, each at 1 %
     flagged: bool  # significant and at least DRIFT_PERCENT
 
 
@@ -215,9 +215,10 @@ def drift(round_: np.ndarray, start_s: np.ndarray, latency_ms: np.ndarray) -> Dr
     """The trend over a run, from the medians per round in order of time. All: (trials,).
 
     The size compares the last quarter of the rounds with the first, which says the same of a ramp (three
-    quarters of it) and of a step (all of it), where a fitted slope hides a step. Significance is Mann and
-    Kendall's rank test (Kendall 1975), two-sided at 1 %: any order of the rounds is equally likely under its
-    null, whatever the shape of the noise.
+    quarters of it) and of a step (all of it), where a fitted slope hides a step. It is significant if a rank
+    test says so at 1 %, two-sided: Mann and Kendall's, which sees ramps, or Mann and Whitney's between the
+    halves, which sees steps. Under their null any order of the rounds is equally likely,
+    whatever the shape of the noise.
     """
     ids, inverse = np.unique(round_, return_inverse=True)
     if len(ids) < DRIFT_ROUNDS:
@@ -228,9 +229,12 @@ def drift(round_: np.ndarray, start_s: np.ndarray, latency_ms: np.ndarray) -> Dr
     n, quarter = len(ids), max(1, len(ids) // 4)
     percent = float(100 * (np.median(medians[-quarter:]) / np.median(medians[:quarter]) - 1))
     first, second = np.triu_indices(n, k=1)
-    score = abs(int(np.sign(medians[second] - medians[first]).sum()))
-    z = max(0, score - 1) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    significant = bool(z > DRIFT_Z)
+    sign = np.sign(medians[second] - medians[first])
+    kendall = max(0, abs(sign.sum()) - 1) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    half = n // 2
+    across = (first < half) & (second >= half)
+    whitney = abs(sign[across].sum()) / 2 / np.sqrt(half * (n - half) * (n + 1) / 12)
+    significant = bool(max(kendall, whitney) > DRIFT_Z)
     return Drift(percent, significant, significant and abs(percent) >= DRIFT_PERCENT)
 
 
