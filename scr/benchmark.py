@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import mnist_data
-from harness import backends, machine
+from harness import backends, ceilings, costs, machine
 from harness.cli import Fault, parse_settings, run_command
 from harness.measure import Case, Interrupted, MeasureSettings, failed, run_study, unavailable
 from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
@@ -70,6 +70,7 @@ def main() -> int:
     try:
         record = measure(settings)
     except Interrupted as stop:
+        add_costs(stop.record)
         partial = path.with_suffix(".partial.npz")
         save(stop.record, partial)
         print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
@@ -127,7 +128,20 @@ def measure(settings: Settings) -> Record:
         reference=backends.reference(settings.checkpoint),
     )
     environment = machine.describe(threads=settings.threads) | {"inputs": source}
-    return run_study([case], settings, environment, worker_environment={"MLX_ENABLE_TF32": "0"})
+    probes = ceilings.probes(settings.backends, settings.device, settings.threads)
+    record = run_study([case], settings, environment, probes, {"MLX_ENABLE_TF32": "0"})
+    add_costs(record)
+    return record
+
+
+def add_costs(record: Record) -> None:
+    """Put beside every cell what it must cost on this machine by the cost model."""
+    limits = record.environment["ceilings"]
+    for cell in record.cells:
+        if cell["target"]:
+            cell["cost"] = costs.predict(
+                cell["backend"], cell["target"], cell["batch_size"], cell["dtype"], limits
+            )
 
 
 def report(record: Record, plots: Path, markdown: Path) -> None:

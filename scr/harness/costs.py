@@ -113,7 +113,7 @@ def parameters() -> dict[str, int]:
 
 
 def article_flops() -> dict[str, int]:
-    """FLOPs per image as the article counts them: with 5 per BatchNorm element, 1 per ReLU, 1 per addition."""
+    """FLOPs per image as the article counts: with 5 per BatchNorm element, 1 per ReLU, 1 per addition."""
     norm = 5 * sum(layer.outputs for layer in LAYERS if layer.norm)
     additions = sum(_of(block, "pointwise").outputs for block in BLOCKS)
     relu = additions + sum(layer.outputs for layer in LAYERS if layer.relu)

@@ -38,14 +38,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from harness import tolerances
+from harness import statistics, tolerances
 from harness.cli import Fault
 from harness.paths import shown
 from harness.record import Record, rows_from
 from harness.worker import Worker, WorkerCrash, WorkerError
 
-FEW = 20  # trials below which no P95 exists: the cell is "few"
-DRIFT_PERCENT = 5.0  # a trend over the run smaller than this is not called drift
 LEAST_ROUNDS = 3  # of a backend that is too slow for its budget
 
 # Seconds that each kind may take per cell, as a share of the budget; at most so many trials per round.
@@ -173,29 +171,6 @@ def spread(count: int) -> list[int]:
     return sorted(range(count), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
 
 
-def drift(rounds: np.ndarray, start_s: np.ndarray, latency_ms: np.ndarray) -> tuple[float, bool]:
-    """The trend over a run: (percent of the median from first to last round, whether it is significant).
-
-    The medians per round are regressed on time by Theil and Sen; significance is Mann and Kendall's test at
-    1 % (two-sided), whose null is an exchangeable order, so that noise of any shape passes as no trend.
-    """
-    ids = np.unique(rounds)
-    if len(ids) < 6:
-        return 0.0, False
-    medians = np.array([np.median(latency_ms[rounds == i]) for i in ids])
-    times = np.array([np.mean(start_s[rounds == i]) for i in ids])
-    order = np.argsort(times)
-    medians, times = medians[order], times[order]
-    first, second = np.triu_indices(len(ids), k=1)
-    gain, span = medians[second] - medians[first], times[second] - times[first]
-    apart = span > 0
-    slope = np.median(gain[apart] / span[apart]) if apart.any() else 0.0
-    n = len(ids)
-    z = abs(np.sign(gain).sum()) / np.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    percent = 100 * slope * (times[-1] - times[0]) / np.median(latency_ms)
-    return float(percent), bool(z > 2.576)
-
-
 @dataclass
 class Cell:
     """One (case, candidate, batch size) while it is being measured."""
@@ -249,11 +224,11 @@ class Cell:
         rows = [row for row in self.rows if row["kind"] == "latency"]
         state, percent = self.state, None
         if not state:
-            percent, significant = drift(
+            trend = statistics.drift(
                 *(np.array([row[name] for row in rows]) for name in ("round", "start_s", "latency_ms"))
             )
-            drifting = significant and abs(percent) >= DRIFT_PERCENT
-            state = "few" if len(rows) < FEW else "drifting" if drifting else "steady"
+            percent = trend.percent
+            state = "few" if len(rows) < statistics.P95_FROM else "drifting" if trend.flagged else "steady"
         return (
             self.label
             | {"state": state, "reason": self.reason, "trials": len(rows), "drift_percent": percent}
