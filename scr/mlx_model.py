@@ -10,6 +10,7 @@ A fusion level is a value, not a copy of the model. Every level has the same par
 `level` picks the block class, and `fold()` derives from the parameters what that class runs on.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from harness.paths import CHECKPOINT, shown
 STEM_CHANNELS = 48
 CLASSES = 10
 BLOCKS = ((48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))  # (channels in, channels out, stride)
+SHAPE = kernels.NetworkShape(
+    blocks=tuple(
+        kernels.BlockShape(side, side, channels_in, channels_out, stride, stem=number == 0)
+        for number, (side, (channels_in, channels_out, stride)) in enumerate(
+            zip((28, 14, 14, 7), BLOCKS, strict=True)
+        )
+    ),
+    classes=CLASSES,
+)
 
 
 class FusedDepthwise(nn.Module):
@@ -150,7 +160,39 @@ BLOCK_CLASSES = {
     "fused": FusedBlock,
     "fused-folded": FusedFoldedBlock,
 }
-LEVELS = tuple(BLOCK_CLASSES)
+LAUNCH_LEVELS = ("block", "network")
+LEVELS = (*BLOCK_CLASSES, *LAUNCH_LEVELS)
+
+
+class FusedNetwork:
+    """The network as a few launches: the layer of `kernels.network_by_blocks` and `kernels.network`.
+
+    (N, 28, 28, 1) -> (N, 10). Level "block" is five launches (stem and block 0, three blocks, the head),
+    "network" one. On the host either is one foreign call. The launches are prepared once per batch size.
+    """
+
+    def __init__(self, level: str, weights: mx.array, target: str | None):
+        self.level, self.weights = level, weights
+        self.target = target or kernels.default_target()
+        self.parts = kernels.weight_parts(weights, SHAPE)
+        self.plans: dict[tuple[int, mx.Dtype], Callable[[mx.array], mx.array]] = {}
+        mx.eval(self.parts)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (N, 28, 28, 1) float32 or float16 -> (N, 10)."""
+        key = x.shape[0], x.dtype
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = kernels.make_plan(lambda batch: self.calls(batch, x.dtype), x.shape[0], self.target)
+            self.plans[key] = plan
+        return plan(x)
+
+    def calls(self, batch: int, dtype: mx.Dtype) -> list[kernels.Call]:
+        """The launches of one forward of `batch` images."""
+        x = kernels.ARGUMENT
+        if self.level == "network":
+            return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target)]
+        return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target)
 
 
 class DepthwiseMNIST(nn.Module):
@@ -162,10 +204,10 @@ class DepthwiseMNIST(nn.Module):
 
     def __init__(self, level: str = "layers", dtype: mx.Dtype = mx.float32, target: str | None = None):
         super().__init__()
-        if level not in BLOCK_CLASSES:
+        if level not in LEVELS:
             raise ValueError(f"unknown fusion level {level!r}: one of {', '.join(LEVELS)}")
-        block = BLOCK_CLASSES[level]
-        self.level, self.dtype = level, dtype
+        block = BLOCK_CLASSES.get(level, Block)
+        self.level, self.dtype, self.target = level, dtype, target
         self.conv1 = nn.Conv2d(1, STEM_CHANNELS, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm(STEM_CHANNELS)
         self.stages = nn.Sequential(*(block(*sizes, target=target) for sizes in BLOCKS))
@@ -173,7 +215,10 @@ class DepthwiseMNIST(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (N, 28, 28, 1) normalised images -> (N, 10) logits."""
-        x = self.stem(x.astype(self.dtype))  # (N, 28, 28, 48)
+        x = x.astype(self.dtype)
+        if self._launches is not None:
+            return self._launches(x)
+        x = self.stem(x)  # (N, 28, 28, 48)
         x = self.stages(x)  # (N, 7, 7, 192)
         return self.fc(mx.mean(x, axis=(1, 2)))
 
@@ -187,6 +232,9 @@ class DepthwiseMNIST(nn.Module):
         """Derive what the level runs on from the parameters, in float32, stored as `dtype`; returns self."""
         for block in self.stages.layers:
             block.fold(self.dtype)
+        self._launches = None
+        if self.level in LAUNCH_LEVELS:
+            self._launches = FusedNetwork(self.level, pack_network(self), self.target)
         folded = isinstance(self.stages.layers[0], FoldedBlock)
         self._folded_stem = FoldedConv(self.conv1, self.bn1, self.dtype) if folded else None
         self.set_dtype(self.dtype)
@@ -242,6 +290,30 @@ def fused_from_torch(conv: Any, bn: Any, relu: bool = True, target: str | None =
     shift = array(bn.bias, 0.0) + (array(conv.bias, 0.0) - array(bn.running_mean, 0.0)) * scale
     weight = perm_conv(mx.array(conv.weight.detach().cpu().float().numpy()))
     return FusedDepthwise(weight, scale, shift, conv.stride[0], target, relu)
+
+
+def pack_network(model: DepthwiseMNIST) -> mx.array:
+    """The model's weights, BatchNorm folded in, as the one float32 array that `kernels.network` reads."""
+    target = model.target or kernels.default_target()
+    stem = folded_matrix(model.conv1, model.bn1)
+    parts = []
+    for block, shape in zip(model.stages.layers, SHAPE.blocks, strict=True):
+        taps, bias = folded_matrix(block.dw, block.bn1)  # (9, C), (C,)
+        matrix, out_bias = folded_matrix(block.pw, block.bn2)  # (C, N), (N,)
+        if shape.projected:  # the skip convolution's rows below the pointwise convolution's
+            skip, skip_bias = folded_matrix(block.skip_conv, block.skip_bn)
+            matrix, out_bias = mx.concatenate([matrix, skip]), out_bias + skip_bias
+        parts.append(
+            kernels.pack_block(shape, taps, bias, matrix, out_bias, stem if shape.stem else None, target)
+        )
+    return mx.concatenate([*parts, kernels.pack_head(model.fc.weight, model.fc.bias)])
+
+
+def folded_matrix(conv: nn.Conv2d, bn: nn.BatchNorm) -> tuple[mx.array, mx.array]:
+    """A convolution with its BatchNorm folded in, as a matrix (kH·kW·in / groups, out) and a bias (out,)."""
+    scale, shift = scale_and_shift(bn)
+    weight = conv.weight.astype(mx.float32)  # (out, kH, kW, in / groups)
+    return weight.reshape(weight.shape[0], -1).T * scale, shift
 
 
 def perm_conv(weight: Any) -> Any:

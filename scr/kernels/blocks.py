@@ -195,9 +195,8 @@ def head_call(
     if dtype not in TYPES:
         raise ValueError(f"x must be float32 or float16, got {dtype}")
     if weights.size != outputs * (channels + 1) or weights.dtype != mx.float32:
-        raise ValueError(
-            f"weights must be {outputs * (channels + 1)} float32 of pack_head, got {weights.size} {weights.dtype}"
-        )
+        size = outputs * (channels + 1)
+        raise ValueError(f"weights must be {size} float32 of pack_head, got {weights.size} {weights.dtype}")
     vector = vector_width(target)
     if channels % vector:
         raise ValueError(f"channels must be a multiple of {vector} on {target}, got {channels}")

@@ -217,9 +217,13 @@ def _pool():
 
 def run(steps: Sequence[tuple[Step, tuple]], threads: int | None = None) -> None:
     """Run the steps in order, the groups of each on `threads` threads (None: the process's cores)."""
-    table = (Step * len(steps))(*(record for record, _ in steps))
-    if _pool()(ctypes.addressof(table), len(steps), threads or default_threads()) != 0:
-        raise RuntimeError(f"a chain of {len(steps)} launches is longer than the pool takes")
+    run_table((Step * len(steps))(*(record for record, _ in steps)), threads or default_threads())
+
+
+def run_table(table: ctypes.Array, threads: int) -> None:
+    """Run an array of `Step`s in order on `threads` threads."""
+    if _pool()(ctypes.addressof(table), len(table), threads) != 0:
+        raise RuntimeError(f"a chain of {len(table)} launches is longer than the pool takes")
 
 
 def default_threads() -> int:

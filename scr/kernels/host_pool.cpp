@@ -14,8 +14,8 @@
 
 namespace {
 
-constexpr int MAX_STEPS = 64;
-constexpr auto SPIN = std::chrono::microseconds(30);  // between two steps of a chain; then sleep
+constexpr int MAX_STEPS = 1024;
+constexpr auto SPIN = std::chrono::microseconds(50);  // after a step or a chain, for the next; then sleep
 
 struct Step {
   void (*run)(void* const* buffers, const int32_t* const* shapes, uint32_t x, uint32_t y, uint32_t z);
@@ -56,6 +56,9 @@ class Pool {
   void sleep_and_work(int index) {
     uint64_t seen = 0;
     for (;;) {
+      const auto spin_until = std::chrono::steady_clock::now() + SPIN;
+      while (generation_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < spin_until) {
+      }
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return generation_ != seen && steps_ && index < threads_ - 1; });
       seen = generation_;
@@ -101,7 +104,7 @@ class Pool {
   std::atomic<int> current_{0};
   const Step* steps_ = nullptr;
   int count_ = 0, threads_ = 1, active_ = 0;
-  uint64_t generation_ = 0;
+  std::atomic<uint64_t> generation_{0};
 };
 
 }  // namespace

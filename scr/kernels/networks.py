@@ -1,14 +1,15 @@
-"""The whole network, a block at a time (five launches) or in one launch, from one packed array of weights.
+"""The whole network: a block at a time (a launch per block and one for the head), or in one launch.
 
-Sizes are the article's: images (N, 28, 28, 1) -> (N, 10), channels 48, 96, 192.
+Both run from one packed array of weights: `pack_block`'s of each block, then `pack_head`'s.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from kernels.blocks import (
-    HEAD,
     TYPES,
     block_call,
     block_reference,
@@ -17,16 +18,9 @@ from kernels.blocks import (
     head_slices,
     packed_size,
 )
-from kernels.launcher import Call, Kernel, Output
-from kernels.tilings import BlockShape, NetworkTiling, Tiling, default_network_tiling, vector_width
+from kernels.launcher import Call, Kernel, Output, chain, default_target
+from kernels.tilings import BlockShape, NetworkTiling, Tiling, default_network_tiling
 
-CLASSES = 10
-BLOCKS = (
-    BlockShape(28, 28, 48, 96, 2, stem=True),
-    BlockShape(14, 14, 96, 96, 1),
-    BlockShape(14, 14, 96, 192, 2),
-    BlockShape(7, 7, 192, 192, 1),
-)
 PHASES = ("depthwise_phase.metal", "product_phase.metal", "head_phase.metal")
 NETWORK = Kernel(
     "network", inputs=("x", "weights"), outputs=("y",), headers=("scratch_threadgroup.metal", *PHASES)
@@ -36,63 +30,75 @@ NETWORK_IN_DEVICE_MEMORY = Kernel(
 )
 
 
-def weight_parts(weights: mx.array) -> list[mx.array]:
-    """The packed weights of the four blocks and the head, cut from the network's one array."""
-    ends = [0]
-    for shape in BLOCKS:
-        ends.append(ends[-1] + packed_size(shape))
-    ends.append(ends[-1] + (BLOCKS[-1].outputs + 1) * CLASSES)
-    if weights.size != ends[-1]:
-        raise ValueError(f"weights must be {ends[-1]} float32, got {weights.size}")
-    return [mx.contiguous(weights[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+class NetworkShape(NamedTuple):
+    """Sizes of a network: its blocks, the first with the stem, and the number of classes."""
+
+    blocks: tuple[BlockShape, ...]
+    classes: int
+
+    @property
+    def packed_size(self) -> int:
+        """Number of floats in the packed weights."""
+        return sum(map(packed_size, self.blocks)) + (self.blocks[-1].outputs + 1) * self.classes
+
+
+def weight_parts(weights: mx.array, shape: NetworkShape) -> list[mx.array]:
+    """The packed weights of each block and of the head, cut from the network's one array."""
+    if weights.size != shape.packed_size or weights.dtype != mx.float32:
+        raise ValueError(f"weights must be {shape.packed_size} float32, got {weights.size} {weights.dtype}")
+    ends = [0, *itertools.accumulate(map(packed_size, shape.blocks)), shape.packed_size]
+    return [mx.contiguous(weights[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 def block_calls(
-    x: mx.array,
+    x: mx.array | Output,
     batch: int,
     dtype: mx.Dtype,
     parts: Sequence[mx.array],
+    shape: NetworkShape,
     target: str,
-    tilings: Sequence[Tiling | None] = (None,) * 4,
+    tilings: Sequence[Tiling | None] | None = None,
 ) -> list[Call]:
-    """The five launches of the block level."""
+    """The launches of the block level on `batch` images; `parts` as `weight_parts` cuts them."""
     calls: list[Call] = []
-    for i, (shape, tiling) in enumerate(zip(BLOCKS, tilings, strict=True)):
-        source = x if i == 0 else Output(i - 1)
-        calls.append(block_call(source, batch, dtype, parts[i], shape, tiling, target))
-    last = BLOCKS[-1]
+    for number, sizes in enumerate(shape.blocks):
+        source = x if number == 0 else Output(number - 1)
+        tiling = tilings[number] if tilings else None
+        calls.append(block_call(source, batch, dtype, parts[number], sizes, tiling, target))
+    last = shape.blocks[-1]
     pixels = last.out_height * last.out_width
-    calls.append(
-        head_call(Output(3), batch, pixels, last.outputs, dtype, parts[4], CLASSES, target)
-    )
+    source = Output(len(calls) - 1)
+    calls.append(head_call(source, batch, pixels, last.outputs, dtype, parts[-1], shape.classes, target))
     return calls
 
 
 def network_call(
-    x: mx.array,
+    x: mx.array | Output,
     batch: int,
     dtype: mx.Dtype,
     weights: mx.array,
+    shape: NetworkShape,
     target: str,
     tiling: NetworkTiling | None = None,
 ) -> Call:
-    """The one launch of the network level."""
+    """The one launch of the network level on `batch` images. On Metal its scratch is a second output."""
     if dtype not in TYPES:
         raise ValueError(f"x must be float32 or float16, got {dtype}")
+    first, second, _, last = shape.blocks  # the text has four blocks, of strides 2, 1, 2, 1
     tiling = tiling or default_network_tiling(batch, target)
     slices, parts = head_slices(target)
-    floats = network_scratch_floats(tiling)
+    floats = network_scratch_floats(shape, tiling)
     in_device_memory = target == "metal"
     return Call(
         NETWORK_IN_DEVICE_MEMORY if in_device_memory else NETWORK,
         inputs=(x, weights),
         template=(
             ("T", dtype),
-            ("H", BLOCKS[0].height),
-            ("C0", BLOCKS[0].channels),
-            ("C1", BLOCKS[1].channels),
-            ("C2", BLOCKS[3].channels),
-            ("CLASSES", CLASSES),
+            ("H", first.height),
+            ("C0", first.channels),
+            ("C1", second.channels),
+            ("C2", last.channels),
+            ("CLASSES", shape.classes),
             ("RUN1", tiling.run1),
             ("TP1", tiling.pixels1),
             ("NV1", tiling.vectors1),
@@ -108,17 +114,76 @@ def network_call(
         ),
         groups=(batch, 1, 1),
         group_size=(tiling.threads, 1, 1),
-        output_shapes=((batch, CLASSES),) + (((batch, floats),) if in_device_memory else ()),
+        output_shapes=((batch, shape.classes),) + (((batch, floats),) if in_device_memory else ()),
         output_dtypes=(dtype,) + ((mx.float32,) if in_device_memory else ()),
         threadgroup_bytes=0 if in_device_memory else 4 * floats,
     )
 
 
-def network_scratch_floats(tiling: NetworkTiling) -> int:
-    """Scratch of one group of network.metal, in floats."""
-    activations = max(s.out_height * s.out_width * s.outputs for s in BLOCKS)
+def network_scratch_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
+    """Scratch of one group of network.metal, in floats: activations, and the widest product's rows."""
+    activations = max(s.out_height * s.out_width * s.outputs for s in shape.blocks)
     rows = 0
-    for shape, pixels in zip(BLOCKS, (tiling.pixels1,) * 2 + (tiling.pixels2,) * 2, strict=True):
-        whole = -(-shape.out_height * shape.out_width // pixels) * pixels
-        rows = max(rows, whole * (shape.depth + tiling.padding))
+    for sizes, tile in zip(shape.blocks, (tiling.pixels1,) * 2 + (tiling.pixels2,) * 2, strict=True):
+        whole = -(-sizes.out_height * sizes.out_width // tile) * tile
+        rows = max(rows, whole * (sizes.depth + tiling.padding))
     return activations + rows
+
+
+def network(
+    x: mx.array,
+    weights: mx.array,
+    shape: NetworkShape,
+    tiling: NetworkTiling | None = None,
+    target: str | None = None,
+) -> mx.array:
+    """Images to logits in one launch.
+
+    x (N, H, W, 1) float32 or float16; weights: packed for the same target → (N, classes) of x's type.
+    Accumulates, and keeps every activation, in float32. Raises ValueError for what does not fit,
+    Unavailable where the target is missing.
+    """
+    target = target or default_target()
+    _check(x, weights, shape)
+    return chain([network_call(x, x.shape[0], x.dtype, weights, shape, target, tiling)], target)[0]
+
+
+def network_by_blocks(
+    x: mx.array,
+    weights: mx.array,
+    shape: NetworkShape,
+    tilings: Sequence[Tiling | None] | None = None,
+    target: str | None = None,
+) -> mx.array:
+    """Images to logits in a launch per block and one for the head; arguments as of `network`.
+
+    Activations between launches are stored in x's type.
+    """
+    target = target or default_target()
+    _check(x, weights, shape)
+    parts = weight_parts(weights, shape)
+    return chain(block_calls(x, x.shape[0], x.dtype, parts, shape, target, tilings), target)[0]
+
+
+def network_reference(
+    x: mx.array,
+    weights: mx.array,
+    shape: NetworkShape,
+    tiling: NetworkTiling | None = None,
+    target: str | None = None,
+) -> mx.array:
+    """What `network` computes, in plain MLX operations in float32; `tiling` has no effect."""
+    _check(x, weights, shape)
+    *parts, last = weight_parts(weights, shape)
+    y = x.astype(mx.float32)
+    for sizes, part in zip(shape.blocks, parts, strict=True):
+        y = block_reference(y, part, sizes, target=target)
+    return head_reference(y, last, shape.classes).astype(x.dtype)
+
+
+def _check(x: mx.array, weights: mx.array, shape: NetworkShape) -> None:
+    first = shape.blocks[0]
+    if x.ndim != 4 or x.shape[1:] != (first.height, first.width, 1) or x.shape[0] == 0:
+        raise ValueError(f"x must be (N, {first.height}, {first.width}, 1) with N ≥ 1, got {x.shape}")
+    if weights.size != shape.packed_size or weights.dtype != mx.float32:
+        raise ValueError(f"weights must be {shape.packed_size} float32, got {weights.size} {weights.dtype}")

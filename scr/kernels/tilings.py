@@ -126,16 +126,21 @@ def default_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
 
 
 def _host_tiling(shape: BlockShape, batch: int) -> Tiling:
-    """A strip as large as the second-level cache takes; at batch 1, enough groups for a few cores."""
+    """A strip as large as the second-level cache takes, and no fewer groups than cores.
+
+    Where images are too few, blocks with long columns give each core rows, the others channels: rows of a
+    7×7 image divide badly, and their depthwise phase, which a split repeats, is 2 % of the work.
+    """
     vectors = packed_vectors(shape.outputs, "host")
     pixels = 7 if host.vector_width() == 16 else 6
     row_bytes = 4 * shape.out_width * shape.depth
     rows = max(1, min(shape.out_height, HOST_SCRATCH_BYTES // row_bytes))
     splits = 1
-    if batch == 1 and shape.out_height > 7:
-        rows = min(rows, max(1, shape.out_height // 7))
-    elif batch == 1:
-        splits = divisor(shape.outputs // (vectors * host.vector_width()), 4)
+    share = -(-host.default_threads() // batch)  # groups wanted per image
+    if shape.out_height > 7:
+        rows = min(rows, -(-shape.out_height // share))
+    else:
+        splits = divisor(shape.outputs // (vectors * host.vector_width()), share)
     return Tiling(rows, splits, divisor(shape.out_width, 14), pixels, vectors, 1, False, 1, 0)
 
 

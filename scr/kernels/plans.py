@@ -1,0 +1,149 @@
+"""Chains of launches prepared once and run many times, on new values of their first input.
+
+Building a chain costs Python more than the GPU needs to run it, and on the host more than a batch of one
+takes. A plan does that work once per input shape; a call then only passes pointers.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+
+from kernels import host
+from kernels.launcher import (
+    Call,
+    Output,
+    Unavailable,
+    default_target,
+    gpu_arguments,
+    gpu_kernel,
+    source,
+    unavailable,
+)
+
+ARGUMENT = Output(-1)  # in a plan's calls: the array that the plan is called with
+HOST_CHUNK = 16  # images whose activations, between two launches, stay in a CPU's last-level cache
+MAX_CHUNKS = 200  # a host chain has at most 1024 launches
+
+Chain = Callable[[int], Sequence[Call]]
+Place = tuple[ctypes.Array, int, int]  # a launch's pointers, which of them, and the first image it sees
+
+
+def make_plan(
+    chain: Chain, batch: int, target: str | None = None, threads: int | None = None
+) -> Callable[[mx.array], mx.array]:
+    """A function that runs `chain(batch)` on its argument and returns the last call's first output.
+
+    `chain(n)` gives the calls for n images, the first of which reads ARGUMENT. On a GPU the function is lazy
+    and may be traced by `mx.compile`; on the host it is one foreign call on `threads` threads (None: all
+    cores), which takes a long chain through the batch in chunks that stay in cache. Raises Unavailable where
+    the target is missing.
+    """
+    target = target or default_target()
+    reason = unavailable(target)
+    if reason:
+        raise Unavailable(f"the {target} target cannot run: {reason}")
+    if target == "host":
+        return _HostPlan(chain, batch, threads)
+    return _gpu_plan(chain(batch), target)
+
+
+def _gpu_plan(calls: Sequence[Call], target: str) -> Callable[[mx.array], mx.array]:
+    """Launch after launch, each prepared except for the arrays that change."""
+    steps = []
+    for call in calls:
+        arguments = gpu_arguments(call, target, _Same())
+        steps.append((gpu_kernel(call, target), arguments, call.inputs))
+
+    def run(x: mx.array) -> mx.array:
+        results = [[x]]  # of call number -1, 0, …
+        for kernel, arguments, inputs in steps:
+            arguments["inputs"] = [
+                results[i.call + 1][i.index] if isinstance(i, Output) else i for i in inputs
+            ]
+            results.append(kernel(**arguments))
+        return results[-1][0]
+
+    return run
+
+
+class _Same:
+    """Results that are not there yet: any output of any call is None."""
+
+    def __getitem__(self, index: int) -> "_Same":
+        return self
+
+
+class _HostPlan:
+    """A chain with its memory between launches allocated and its table of launches made."""
+
+    def __init__(self, chain: Chain, batch: int, threads: int | None):
+        calls = chain(batch)
+        most_groups = max(prod(call.groups) for call in calls)
+        self.threads = min(threads or host.default_threads(), most_groups)
+        self.result = np.empty(calls[-1].output_shapes[0], NUMPY_TYPES[calls[-1].output_dtypes[0]])
+        size = batch if len(calls) == 1 else max(HOST_CHUNK, -(-batch // MAX_CHUNKS))
+        self.alive: list = []  # what the table points to
+        self.steps: list[host.Step] = []
+        self.arguments: list[Place] = []
+        results: list[Place] = []
+        by_size: dict[int, tuple[Sequence[Call], list[list[mx.array]]]] = {}
+        for first in range(0, batch, size):
+            count = min(size, batch - first)
+            if count not in by_size:
+                chunk = chain(count)
+                outputs = [
+                    [mx.zeros(s, d) for s, d in zip(c.output_shapes, c.output_dtypes, strict=True)]
+                    for c in chunk
+                ]
+                mx.eval(outputs)
+                by_size[count] = (chunk, outputs)
+            results.append(self._add(*by_size[count], first))
+        _point(results, self.result)
+        self.table = (host.Step * len(self.steps))(*self.steps)
+
+    def _add(self, calls: Sequence[Call], outputs: list[list[mx.array]], first: int) -> Place:
+        """Append the launches of the chunk from image number `first` on; returns where its result goes."""
+        for number, call in enumerate(calls):
+            stand_in = outputs[-1][0]  # for the argument, of the same type; each run sets its pointer
+            inputs = [
+                (stand_in if i is ARGUMENT else outputs[i.call][i.index]) if isinstance(i, Output) else i
+                for i in call.inputs
+            ]
+            mx.eval(inputs)
+            function = host.function(
+                call.kernel, source(call.kernel, "host"), inputs, outputs[number], call.template
+            )
+            step, alive = host.step(function, inputs, outputs[number], call.groups)
+            pointers = ctypes.cast(step.buffers, ctypes.POINTER(ctypes.c_void_p))
+            self.alive.append(alive)
+            self.steps.append(step)
+            for index, given in enumerate(call.inputs):
+                if given is ARGUMENT:
+                    self.arguments.append((pointers, index, first))
+        return pointers, len(inputs), first
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Run on x, whose first axis is the batch the plan was made for."""
+        try:
+            mx.eval(x)
+        except (ValueError, RuntimeError) as error:
+            raise Unavailable(
+                "host kernels lie outside MLX's graph, so they cannot run inside mx.compile or a transform"
+            ) from error
+        view = host.memory(x)
+        _point(self.arguments, view)
+        host.run_table(self.table, self.threads)
+        return mx.array(self.result)  # a copy
+
+
+def _point(places: Sequence[Place], array: np.ndarray) -> None:
+    """Let each place's pointer point at its first image in `array`."""
+    address, stride = array.ctypes.data, array.strides[0]
+    for pointers, index, first in places:
+        pointers[index] = address + first * stride
+
+
+NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16}
