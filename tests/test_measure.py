@@ -1,0 +1,440 @@
+"""The measurement logic, with backends and a clock that are fakes, and the real worker processes."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fake_backends import CLOCK, FakeBackend, LocalWorker, candidate, case, inputs
+from harness import record as records
+from harness.cli import Fault
+from harness.measure import (
+    LEAST_ROUNDS,
+    Interrupted,
+    MeasureSettings,
+    Probe,
+    Study,
+    failed,
+    plan_cell,
+    run_study,
+    spread,
+    thread_variables,
+    unavailable,
+)
+from harness.worker import Session, Worker, WorkerCrash, WorkerError, time_burst, warm_up
+
+SETTINGS = MeasureSettings(trials=40, warmup=4, budget=5.0, rounds=10)
+
+
+def run(*cases, settings=SETTINGS, **arguments):
+    return run_study(cases, settings, make_worker=LocalWorker, clock=CLOCK, **arguments)
+
+
+def cells(record, **labels):
+    return [cell for cell in record.cells if all(cell[key] == value for key, value in labels.items())]
+
+
+# Planning
+
+
+def test_a_fast_cell_gets_all_trials_spread_over_all_rounds():
+    plan = plan_cell(MeasureSettings(), median_ms=2.0, return_ms=2.0)
+    assert plan.rounds == 20 and plan.counts["latency"] * plan.rounds == 200
+    assert plan.counts["throughput"] == 1 and plan.rounds_of["throughput"] > LEAST_ROUNDS
+
+
+def test_a_slow_cell_gets_one_trial_in_each_of_the_least_rounds():
+    plan = plan_cell(MeasureSettings(), median_ms=8000.0, return_ms=1.0)
+    assert (plan.rounds, plan.counts["latency"]) == (LEAST_ROUNDS, 1)
+    assert plan.left_out["throughput"] == "too slow for the budget"
+    assert plan.counts["python"] >= 1, "describing a graph is cheap however slow its evaluation is"
+
+
+@pytest.mark.parametrize("median_ms", [0.01, 1.0, 13.0, 70.0, 240.0, 500.0, 990.0])
+def test_a_cell_stays_near_its_budget(median_ms):
+    plan = plan_cell(MeasureSettings(), median_ms, return_ms=median_ms)
+    latency_s = plan.rounds * (1 + plan.counts["latency"]) * median_ms / 1e3
+    assert latency_s <= 1.01 * 7.0
+    assert plan.rounds * plan.burst_s <= 1.7 * 7.0
+    assert plan.counts["latency"] * plan.rounds >= min(200, 0.4 * 7.0 / (median_ms / 1e3))
+
+
+def test_every_prefix_of_the_spread_is_even():
+    order = spread(20)
+    assert sorted(order) == list(range(20))
+    for length in (2, 3, 4, 5, 8, 10):
+        chosen = sorted(order[:length])
+        gaps = np.diff([*chosen, chosen[0] + 20])
+        assert gaps.max() <= 2 * 20 / length + 1, (length, chosen)
+
+
+def test_one_round_is_no_special_case():
+    assert spread(1) == [0] and sorted(spread(3)) == [0, 1, 2]
+
+
+# Order
+
+
+def study_of(seed, *candidates, batch_sizes=(1, 4)):
+    settings = MeasureSettings(trials=40, warmup=4, budget=5.0, rounds=10, seed=seed)
+    study = Study([case(*candidates, batch_sizes=batch_sizes)], settings, LocalWorker, CLOCK)
+    study.find_references()
+    study.warm_all()
+    return study
+
+
+def test_every_round_times_every_backend_once_in_random_order():
+    schedule = study_of(1, candidate("a"), candidate("b"), candidate("c")).schedule()
+    rounds = {}
+    for cell, number, _, _ in schedule:
+        rounds.setdefault((cell.batch_size, number), []).append(cell.candidate.name)
+    assert len(rounds) == 2 * 10
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds.values())
+    assert len({tuple(names) for names in rounds.values()}) >= 4
+    assert len({names[0] for names in rounds.values()}) == 3
+
+
+def test_rounds_of_all_batch_sizes_are_spread_over_the_run():
+    schedule = study_of(1, candidate("a"), candidate("b")).schedule()
+    half = len(schedule) // 2
+    for size in (1, 4):
+        early = sum(cell.batch_size == size for cell, *_ in schedule[:half])
+        assert 0.35 * half <= early <= 0.65 * half
+    changes = sum(a[0].batch_size != b[0].batch_size for a, b in itertools.pairwise(schedule))
+    assert changes >= 9, "batch sizes must alternate, not follow each other"
+
+
+def test_a_round_is_not_interrupted_by_another():
+    schedule = study_of(1, candidate("a"), candidate("b")).schedule()
+    keys = [(cell.batch_size, number) for cell, number, _, _ in schedule]
+    assert all(keys[i] == keys[i + 1] for i in range(0, len(keys), 2))
+
+
+def test_the_seed_decides_the_order():
+    def order(seed):
+        return [(c.candidate.name, c.batch_size, n) for c, n, _, _ in study_of(seed, *pair).schedule()]
+
+    pair = (candidate("a"), candidate("b"))
+    assert order(5) == order(5) != order(6)
+
+
+def test_a_slow_backend_shares_its_rounds_with_a_slower_one():
+    study = study_of(
+        1,
+        candidate("fast"),
+        candidate("slow", seconds=0.7),
+        candidate("slower", seconds=0.8),
+        batch_sizes=(1,),
+    )
+    taken = {}
+    for cell, number, _, _ in study.schedule():
+        taken.setdefault(cell.candidate.name, set()).add(number)
+    assert len(taken["fast"]) == 10 and LEAST_ROUNDS <= len(taken["slow"]) < 10
+    assert taken["slower"] <= taken["slow"] <= taken["fast"]
+
+
+def test_the_run_follows_the_schedule():
+    FakeBackend.log.clear()
+    record = run(case(candidate("a"), candidate("b")))
+    latency = record.rows[record.rows.kind == "latency"]
+    bursts = latency.drop_duplicates(["backend", "batch_size", "round"]).sort_values("sequence")
+    warmups, done = 4 + 2, FakeBackend.log[-len(bursts) :]  # two cells of two backends, two references
+    assert len(FakeBackend.log) == len(bursts) + warmups
+    assert done == list(zip(bursts.backend, bursts.batch_size, strict=True))
+    assert record.rows.sequence.is_monotonic_increasing and record.rows.sequence.is_unique
+
+
+# Clocks
+
+
+def burst_of(counts, **arguments):
+    backend = FakeBackend("a", **arguments)
+    backend.prepare(inputs(1))
+    trials, output = time_burst(backend, counts, 8, CLOCK, CLOCK.now, check=True)
+    return {kind: [ms for k, _, ms in trials if k == kind] for kind in {k for k, *_ in trials}}, output
+
+
+def test_the_first_call_of_a_burst_is_not_counted():
+    found, _ = burst_of({"latency": 3}, seconds=0.002, first=50.0)
+    assert found["latency"] == pytest.approx([2.0] * 3)
+
+
+def test_kinds_are_what_they_say():
+    counts = {"latency": 2, "throughput": 1, "python": 2}
+    found, output = burst_of(counts, seconds=0.001, wait=0.004)
+    assert found["latency"] == pytest.approx([5.0, 5.0])  # call and wait
+    assert found["python"] == pytest.approx([1.0, 1.0])  # the call alone
+    assert found["throughput"] == pytest.approx([5.0])  # per forward, the waits of all eight at the end
+    assert output.shape == (1, 3)
+
+
+def test_throughput_hides_what_overlaps():
+    class Overlapping(FakeBackend):
+        def synchronize(self):
+            CLOCK.now += self.wait if self.pending else 0.0
+            self.pending = 0
+
+    backend = Overlapping("a", seconds=0.001, wait=0.008)
+    backend.prepare(inputs(1))
+    trials, _ = time_burst(backend, {"latency": 1, "throughput": 1}, 8, CLOCK, 0.0)
+    assert {kind: pytest.approx(ms) for kind, _, ms in trials} == {"latency": 9.0, "throughput": 2.0}
+
+
+def test_warm_up_goes_on_until_the_median_is_steady():
+    class Warming(FakeBackend):
+        def run(self):
+            super().run()
+            CLOCK.now += 0.01 / self.calls**2 if self.calls < 60 else 0.0
+
+    steady = FakeBackend("a")
+    steady.prepare(inputs(1))
+    assert warm_up(steady, 30, 100.0, CLOCK)["warmup_trials"] == 30
+    warming = Warming("a")
+    warming.prepare(inputs(1))
+    facts = warm_up(warming, 20, 100.0, CLOCK)
+    assert 20 < facts["warmup_trials"] < 80 and facts["warmup_steady"]
+    assert facts["first_ms"] == pytest.approx(11.0) and facts["second_ms"] == pytest.approx(3.5)
+
+
+def test_warm_up_is_capped_by_number_and_by_time():
+    class Restless(FakeBackend):
+        def run(self):
+            super().run()
+            CLOCK.now += 0.001 * self.calls
+
+    restless = Restless("a")
+    restless.prepare(inputs(1))
+    facts = warm_up(restless, 10, 1e9, CLOCK)
+    assert facts["warmup_trials"] == 40 and not facts["warmup_steady"]
+    slow = FakeBackend("a", seconds=8.0)
+    slow.prepare(inputs(1))
+    facts = warm_up(slow, 30, 2.5, CLOCK)
+    assert (facts["warmup_trials"], facts["second_ms"]) == (1, None)
+
+
+# Runs
+
+
+def test_a_run_holds_what_was_asked_for():
+    record = run(case(candidate("a"), candidate("b", seconds=0.002)))
+    assert record.environment["complete"] and not failed(record) and not unavailable(record)
+    rows = record.rows[(record.rows.backend == "b") & (record.rows.batch_size == 4)]
+    assert (rows.kind == "latency").sum() == 40
+    assert rows[rows.kind == "latency"].latency_ms.to_numpy() == pytest.approx(8.0)
+    assert list(rows[rows.kind == "latency"].trial) == list(range(40))
+    assert list(rows[rows.kind == "cold"].trial) == [1, 2]  # its import is in its first cell
+    first = record.rows[(record.rows.backend == "b") & (record.rows.batch_size == 1)]
+    assert list(first[first.kind == "cold"].trial) == [0, 1, 2]
+    (cell,) = cells(record, backend="b", batch_size=4)
+    assert (cell["state"], cell["trials"], cell["rounds"]) == ("steady", 40, 10)
+    assert cell["launches_counted"] == 7 and cell["warmup_trials"] == 4
+    assert {check["when"] for check in record.checks} == {"warm-up", "last trial"}
+    assert len(record.checks) == 2 * 4 and all(check["passed"] for check in record.checks)
+
+
+def test_a_record_of_a_run_can_be_stored(tmp_path):
+    record = run(case(candidate("a"), candidate("gpu", factory="fake_backends:refuse")))
+    records.save(record, tmp_path / "per_trial.npz")
+    again = records.load(tmp_path / "per_trial.npz")
+    assert again.cells == record.cells and len(again.rows) == len(record.rows)
+
+
+def test_a_slow_cell_is_few():
+    record = run(case(candidate("a", seconds=4.0), batch_sizes=(1,)))
+    assert (record.cells[0]["state"], record.cells[0]["trials"]) == ("few", LEAST_ROUNDS)
+
+
+def test_a_slow_down_halfway_is_drift():
+    begin = CLOCK.now
+    steady = run(case(candidate("a"), batch_sizes=(1,)))
+    length = CLOCK.now - begin
+    assert steady.cells[0]["state"] == "steady"
+    record = run(case(candidate("a", slower_from=CLOCK.now + length / 2), batch_sizes=(1,)))
+    assert record.cells[0]["state"] == "drifting"
+    assert record.cells[0]["drift_percent"] == pytest.approx(20, abs=1)
+
+
+def test_a_wrong_backend_is_dropped_with_its_numbers():
+    record = run(case(candidate("a"), candidate("wrong", error=0.5)))
+    assert {cell["state"] for cell in cells(record, backend="wrong")} == {"dropped"}
+    assert {cell["state"] for cell in cells(record, backend="a")} == {"steady"}
+    assert "wrong" not in set(record.rows.backend)
+    (check,) = [check for check in record.checks if not check["passed"]]
+    assert check["where"] == [0, 2] and check["relative_error"] == pytest.approx(0.5 / 6)
+    (sentence,) = failed(record)
+    assert sentence.startswith(
+        "wrong (doubling) was dropped: wrong result at batch 1: largest relative error"
+    )
+
+
+def test_a_backend_that_turns_wrong_is_dropped_at_its_last_trial():
+    record = run(case(candidate("a"), candidate("late", error=0.5, wrong_after=60), batch_sizes=(1,)))
+    assert cells(record, backend="late")[0]["state"] == "dropped"
+    assert "late" not in set(record.rows.backend)
+    assert [check["when"] for check in record.checks if not check["passed"]] == ["last trial"]
+
+
+def test_the_tolerance_can_be_that_of_another_row():
+    wrong = candidate("rounded", error=0.01)
+    assert failed(run(case(wrong, batch_sizes=(1,))))
+    assert not failed(run(case(wrong, batch_sizes=(1,), tolerance="float16")))
+
+
+def test_a_backend_that_cannot_run_is_unavailable_and_the_others_run():
+    record = run(case(candidate("gpu", factory="fake_backends:refuse"), candidate("a")))
+    assert unavailable(record) == ["gpu (doubling) is unavailable: this machine has no such GPU"]
+    assert not failed(record)
+    assert {cell["state"] for cell in cells(record, backend="a")} == {"steady"}
+
+
+def test_a_framework_that_is_not_installed_is_unavailable():
+    missing = candidate("peer", worker="peer")
+    record = run(case(candidate("a"), missing.__class__(**{**vars(missing), "module": "no_such_framework"})))
+    assert unavailable(record) == ["peer (doubling) is unavailable: no_such_framework is not installed"]
+
+
+def test_an_exception_costs_its_cell_only():
+    record = run(case(candidate("a"), candidate("b", raise_after=30), batch_sizes=(1,)))
+    assert failed(record) == ["b (doubling) was dropped: RuntimeError: out of memory"]
+    assert "b" not in set(record.rows.backend) and (record.rows.backend == "a").sum() > 40
+
+
+def test_a_crash_costs_the_backends_of_its_worker_only():
+    record = run(
+        case(candidate("a"), candidate("b", "two", crash_after=30), candidate("c", "two"), batch_sizes=(1,))
+    )
+    assert [cell["state"] for cell in record.cells] == ["steady", "dropped", "dropped"]
+    assert all("SIGSEGV" in sentence for sentence in failed(record)) and len(failed(record)) == 2
+    assert record.environment["workers"]["two"]["reason"] == "the fake worker ended with SIGSEGV"
+
+
+def test_ctrl_c_keeps_what_was_measured():
+    with pytest.raises(Interrupted) as stop:
+        run(case(candidate("a"), candidate("b", stop_after=100), batch_sizes=(1,)))
+    record = stop.value.record
+    assert isinstance(stop.value, KeyboardInterrupt)
+    assert record.environment["complete"] is False
+    assert 20 < (record.rows.kind == "latency").sum() < 80
+    assert {cell["backend"] for cell in record.cells} == {"a", "b"}
+
+
+def test_probes_fill_the_ceilings():
+    probes = (
+        Probe("one", "fake_backends:limits", {}, module="json"),
+        Probe("one", "fake_backends:refuse", {}, module="json"),
+    )
+    study = Study([], SETTINGS, LocalWorker, CLOCK)
+    study.run_probes(probes[1:])
+    assert study.ceilings == [
+        {"name": "fake_backends:refuse", "framework": "one", "reason": "this machine has no such GPU"}
+    ]
+    study.run_probes(probes[:1])
+    assert study.ceilings[1] == {"name": "copy", "value": 1.0}
+
+
+def test_a_reference_that_fails_is_a_fault():
+    broken = candidate("reference", "reference", factory="fake_backends:refuse")
+    with pytest.raises(Fault, match="no such GPU"):
+        run(case(candidate("a"), reference=broken))
+    raising = candidate("reference", "reference", raise_after=0)
+    with pytest.raises(Fault, match="float64 reference could not be computed: RuntimeError: out of memory"):
+        run(case(candidate("a"), reference=raising))
+
+
+# Worker processes
+
+
+@pytest.fixture
+def worker():
+    worker = Worker("test", thread_variables(3), timeout_s=60)
+    yield worker
+    worker.close()
+
+
+def test_a_crash_of_a_real_process_is_survived():
+    settings = MeasureSettings(trials=20, warmup=2, budget=0.5, rounds=4)
+    real = "fake_backends:make_real"
+    record = run_study(
+        [
+            case(
+                candidate("a", "one", real),
+                candidate("b", "two", real, crash_after=20),
+                batch_sizes=(1,),
+                reference=candidate("reference", "three", real),
+            )
+        ],
+        settings,
+    )
+    assert [cell["state"] for cell in record.cells] == ["steady", "dropped"]
+    assert "SIGABRT" in record.cells[1]["reason"]
+    assert record.environment["workers"]["one"]["idle_cpu_percent"] < 20
+
+
+def test_a_worker_answers_only_when_its_threads_sleep(worker):
+    worker.ask("open", key="a", factory="fake_backends:make_real", arguments={"spin_s": 0.15})
+    worker.ask("batch", key="x", batch=inputs(1))
+    start = time.perf_counter()
+    worker.ask("result", key="a", batch="x")
+    assert time.perf_counter() - start >= 0.14
+    time.sleep(0.2)
+    assert worker.ask("status")["idle_cpu_percent"] < 10
+
+
+def test_threads_are_set_before_the_framework_is_imported(worker):
+    for name in ("OMP_NUM_THREADS", "HOST_THREADS", "OPENBLAS_NUM_THREADS"):
+        assert (
+            worker.ask("call", function="fake_backends:environment_variable", arguments={"name": name}) == "3"
+        )
+
+
+def test_peak_memory_is_the_workers_own(worker):
+    ballast = np.ones(40_000_000)  # 320 MB here, none of it there
+    assert worker.ask("status")["peak_memory_mb"] < 200 < ballast.nbytes / 1e6
+
+
+def test_errors_cross_the_process_boundary(worker):
+    with pytest.raises(Fault, match="this machine has no such GPU"):
+        worker.ask("open", key="a", factory="fake_backends:refuse", arguments={})
+    with pytest.raises(WorkerError, match="KeyError: 'nothing'"):
+        worker.ask("result", key="nothing", batch="x")
+    assert worker.ask("import_module", module="json") >= 0
+    with pytest.raises(Fault, match="no_such_framework is not installed"):
+        worker.ask("import_module", module="no_such_framework")
+
+
+def test_a_worker_that_hangs_is_given_up():
+    worker = Worker("test", {}, timeout_s=1.0)
+    with pytest.raises(WorkerCrash, match="no answer from the test worker in 1 s"):
+        worker.ask("call", function="fake_backends:sleep_forever", arguments={})
+    worker.close()
+    assert worker.process.returncode is not None
+
+
+def test_the_parent_imports_no_framework():
+    program = (
+        "import sys; import harness.measure, harness.worker, harness.backends, harness.ceilings, benchmark\n"
+        "print([name for name in ('torch', 'mlx', 'onnxruntime', 'matplotlib') if name in sys.modules])"
+    )
+    folder = Path(__file__).parents[1] / "scr"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_workers_ignore_ctrl_c_and_end_with_their_parent(worker):
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert worker.ask("import_module", module="json") >= 0
+    worker.connection.close()
+    assert worker.process.wait(timeout=10) == 0
+
+
+def test_a_session_needs_no_process():
+    session = Session(CLOCK)
+    session.open("a", "fake_backends:make", {"name": "a"})
+    session.batch("x", inputs(2))
+    assert session.result("a", "x") == pytest.approx(2 * inputs(2))
