@@ -1,0 +1,25 @@
+"""Published figures: the article's, on an Apple M1 with 8 GB, fp32. The one place that holds them."""
+
+MACHINE = "Apple M1, 8 GB"
+LABEL = "published, M1"
+TRIALS = 200  # per cell, after 30 warm-ups
+BATCH_SIZES = (1, 16, 64, 128, 256, 512)
+
+# P50 in ms per forward; "torch" ran on MPS.
+P50_MS = {
+    "torch": dict(zip(BATCH_SIZES, (2.947, 3.349, 10.113, 20.333, 39.548, 88.435), strict=True)),
+    "mlx": dict(zip(BATCH_SIZES, (2.858, 9.372, 37.556, 79.516, 165.108, 331.672), strict=True)),
+    "mlx-fused": dict(zip(BATCH_SIZES, (1.917, 4.406, 12.999, 29.516, 59.509, 126.967), strict=True)),
+}
+
+RIDGE_FLOP_PER_BYTE = 39.1
+PEAK_TFLOP_S = 2.66
+BANDWIDTH_GB_S = 68.0
+
+
+def speedup(backend: str, baseline: str, batch_size: int) -> float | None:
+    """Published P50 of `baseline` ÷ that of `backend`; None where either was not published."""
+    try:
+        return P50_MS[baseline][batch_size] / P50_MS[backend][batch_size]
+    except KeyError:
+        return None
