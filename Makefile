@@ -42,6 +42,15 @@ bench: $(READY) | $(CHECKPOINT) ## time the backends: output/per_trial.npz, plot
 report: $(READY) ## rebuild plots and conclusions from output/per_trial.npz
 	$(RUN) scr/report.py $(ARGS)
 
+mlp: $(READY) ## study 2, fusing MLPs: output/mlp_fusion, conclusions/mlp_fusion.md
+	$(RUN) scr/mlp_fusion.py $(ARGS)
+
+batching: $(READY) ## study 3, what a batch costs: output/batching, conclusions/batching.md
+	$(RUN) scr/batching.py $(ARGS)
+
+claims: $(READY) ## recompute the numbers in the README files from the runs they name
+	$(RUN) scr/claims.py $(ARGS)
+
 test: $(READY) ## all tests
 	$(RUN) -m pytest $(ARGS)
 
