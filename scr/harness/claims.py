@@ -27,7 +27,7 @@ from harness.record import COLUMNS, Record, load
 
 CLAIM = re.compile(r"<!--= (?P<query>[^\n]+?) -->(?P<text>.*?)<!--/-->")
 # What a reader would take for a measured figure: a number with the unit of a time, a rate or a ratio.
-MEASURED = re.compile(r"\d[\d.,]*\s?(?:×|%|ms\b|µs\b|[GT]FLOP/s|[GT]B/s|images/s|mJ\b)")
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:×(?!\s?\d)|%|ms\b|µs\b|[GT]FLOP/s|[GT]B/s|images/s|mJ\b)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL)  # code, and the targets of links
 
 
