@@ -22,7 +22,7 @@ const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadg
 const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
 const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
 const device T* input = x + ulong(image) * (H * W * C);
-const ulong first = (ulong(image) * HEIGHT + top_row) * (WIDTH * N);
+const ulong first = ulong(image) * (HEIGHT * WIDTH * N) + top_row * (WIDTH * N);
 
 const Stored<const device T*, W, C> source = {input};
 depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);

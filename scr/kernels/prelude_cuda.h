@@ -53,13 +53,23 @@ FUNCTION vf load_vf(const __half* from) {
   const float2 high = __half22float2(reinterpret_cast<const __half2&>(bits.y));
   return make_float4(low.x, low.y, high.x, high.y);
 }
+// The compiler splits a plain float4 store wherever it cannot prove what the type promises, that the address
+// is a multiple of 16. It does know the address space, so that the test costs nothing.
 FUNCTION void store_vf(float* to, vf values) {
-  *reinterpret_cast<float4*>(to) = values;
+  if (__isGlobal(to)) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(values.x), "f"(values.y),
+                 "f"(values.z), "f"(values.w)
+                 : "memory");
+  } else {
+    *reinterpret_cast<float4*>(to) = values;
+  }
 }
+// Halves are never kept in scratch.
 FUNCTION void store_vf(__half* to, vf values) {
   const __half2 low = __floats2half2_rn(values.x, values.y), high = __floats2half2_rn(values.z, values.w);
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(reinterpret_cast<const uint&>(low), reinterpret_cast<const uint&>(high));
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(reinterpret_cast<const uint&>(low)),
+               "r"(reinterpret_cast<const uint&>(high))
+               : "memory");
 }
 namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {

@@ -21,7 +21,7 @@ const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STR
 const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
 const int top = int(top_row) * STRIDE - 1;
 const device T* input = x + ulong(image) * (H * W);
-device T* output = y + (ulong(image) * HEIGHT + top_row) * (WIDTH * N);
+device T* output = y + ulong(image) * (HEIGHT * WIDTH * N) + top_row * (WIDTH * N);
 const ScratchPointer padded = rows + PIXELS * LD;
 
 pad_image<H, W, IMAGE_ROWS>(input, padded, top, lid, threads);
