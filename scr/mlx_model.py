@@ -54,6 +54,7 @@ class FusedDepthwise(nn.Module):
     ):
         super().__init__()
         self.params = kernels.depthwise_params(weight, scale, shift)  # (11, C) float32
+        mx.eval(self.params)
         self.stride, self.target, self.relu = stride, target, relu
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -147,6 +148,7 @@ class FoldedConv:
         scale, shift = scale_and_shift(bn)
         weight = conv.weight.astype(mx.float32) * scale[:, None, None, None]
         self.weight, self.bias = weight.astype(dtype), shift.astype(dtype)
+        mx.eval(self.weight, self.bias)  # else mx.compile would fold anew at every call
         self.stride, self.padding, self.groups = conv.stride, conv.padding, conv.groups
 
     def __call__(self, x: mx.array) -> mx.array:
