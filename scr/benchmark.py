@@ -11,15 +11,16 @@ Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 
 result or failed; 2 for bad input; 130 after Ctrl-C.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 import mnist_data
-from harness import backends, ceilings, costs, machine
+from harness import backends, ceilings, costs, layers, machine, shapes
 from harness.cli import Fault, parse_settings, run_command
-from harness.measure import Case, Interrupted, MeasureSettings, failed, run_study, unavailable
+from harness.measure import Candidate, Case, Interrupted, MeasureSettings, failed, run_study, unavailable
 from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
 from harness.record import Record, save
 
@@ -48,6 +49,25 @@ class Settings(MeasureSettings):
             "choices": ("metal", "cuda", "host"),
         },
     )
+    compile_mode: str = field(
+        default="default",
+        metadata={"help": "of torch.compile: default, reduce-overhead, max-autotune, …"},
+    )
+    tf32: bool = field(
+        default=False,
+        metadata={"help": "also time with TF32, the frameworks' default on NVIDIA, as a second case"},
+    )
+    again: bool = field(
+        default=False,
+        metadata={"help": "time every backend twice, the second time as NAME-again: are differences found?"},
+    )
+    shapes: str | None = field(
+        default=None,
+        metadata={"help": "also time one block at other people's shapes", "choices": tuple(shapes.SHAPES)},
+    )
+    layers: bool = field(
+        default=True, metadata={"help": "also time the layers by kind, at one batch size (--no-layers: not)"}
+    )
     checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
     data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
     tag: str | None = field(
@@ -56,6 +76,9 @@ class Settings(MeasureSettings):
     quick: bool = field(default=False, metadata={"help": "small batches and few trials: half a minute"})
 
 
+SHAPES_BATCHES = (1, 16)  # other shapes are timed at those of these batch sizes that are asked for
+LAYERS_BATCH = 64  # layers are timed at the batch size nearest to it
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5}
 
 
@@ -97,8 +120,10 @@ def resolve(settings: Settings) -> Settings:
         backends.check_name(name)
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
-    if settings.tag and not settings.tag.replace("-", "").replace("_", "").isalnum():
-        raise Fault(f"the tag {settings.tag!r} must be letters, digits, - and _ only; it names a folder.")
+    if settings.pause < 0 or settings.threads < 0:
+        raise Fault("pause and threads must not be negative.")
+    if settings.tag is not None and (settings.tag == "plots" or not TAG.fullmatch(settings.tag)):
+        raise Fault(f"the tag {settings.tag!r} is no good: letters, digits, - and _; it names a folder.")
     if not settings.checkpoint.is_file():
         raise Fault(f"{shown(settings.checkpoint)} does not exist; `python scr/train_mnist.py` makes it.")
     return replace(settings, threads=settings.threads or machine.default_threads())
@@ -119,29 +144,65 @@ def measure(settings: Settings) -> Record:
         batch_sizes=settings.batch_sizes,
         inputs=first,
         dtype=settings.dtype,
-        candidates=tuple(
-            backends.candidate(
-                name, settings.checkpoint, settings.dtype, settings.device, settings.target, settings.threads
-            )
-            for name in settings.backends
-        ),
+        candidates=candidates(settings),
         reference=backends.reference(settings.checkpoint),
     )
+    cases = [case]
+    if settings.tf32:
+        cases.append(
+            replace(case, name="network, TF32", tolerance="tf32", candidates=candidates(settings, True))
+        )
+    if settings.shapes:
+        sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
+        cases += shapes.cases(
+            settings.shapes,
+            settings.backends,
+            sizes,
+            settings.dtype,
+            settings.device,
+            settings.threads,
+            settings.target,
+        )
+    if settings.layers and settings.dtype == "float32":
+        sizes = (min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size)),)
+        cases += layers.cases(
+            settings.backends, settings.checkpoint, first, sizes, settings.device, settings.threads
+        )
     environment = machine.describe(threads=settings.threads) | {"inputs": source}
     probes = ceilings.probes(settings.backends, settings.device, settings.threads)
-    record = run_study([case], settings, environment, probes, {"MLX_ENABLE_TF32": "0"})
+    record = run_study(cases, settings, environment, probes)
     add_costs(record)
     return record
+
+
+def candidates(settings: Settings, tf32: bool = False) -> tuple[Candidate, ...]:
+    """The backends as the harness takes them; those with our kernels use no TF32 and have no such case."""
+    found = [
+        backends.candidate(
+            name,
+            settings.checkpoint,
+            settings.dtype,
+            settings.device,
+            settings.target,
+            settings.threads,
+            settings.compile_mode,
+            tf32,
+        )
+        for name in settings.backends
+        if not tf32 or backends.may_use_tf32(name)
+    ]
+    if settings.again:
+        found += [replace(one, name=f"{one.name}-again") for one in found]
+    return tuple(found)
 
 
 def add_costs(record: Record) -> None:
     """Put beside every cell what it must cost on this machine by the cost model."""
     limits = record.environment["ceilings"]
     for cell in record.cells:
-        if cell["target"]:
-            cell["cost"] = costs.predict(
-                cell["backend"], cell["target"], cell["batch_size"], cell["dtype"], limits
-            )
+        if cell["target"] and cell["study"] == "mnist":
+            rung = cell["backend"].removesuffix("-again")
+            cell["cost"] = costs.predict(rung, cell["target"], cell["batch_size"], cell["dtype"], limits)
 
 
 def report(record: Record, plots: Path, markdown: Path) -> None:

@@ -3,11 +3,15 @@
 Each class is a `worker.Backend` and runs inside a worker process; frameworks are imported there, in the
 functions that need them, so that the parent (which only reads the tables of names) imports none.
 
-A batch is float32 images (N, 1, 28, 28), the layout of PyTorch; `prepare` converts dtype and layout and puts
-them on the device. A result is float32 logits (N, 10).
+A batch is float32 images (N, C, H, W), the layout of PyTorch; `prepare` converts dtype and layout and puts
+them on the device. A result is float32 logits (N, 10), or images in PyTorch's layout.
 """
 
+import io
+import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ BACKENDS = {
     "mlx-block": "one fused launch per block and one for the head",
     "mlx-network": "the whole network in one launch",
 }
+NO_TF32 = {"MLX_ENABLE_TF32": "0"}  # MLX reads it at import; PyTorch's switches are set by its backends
 DEFAULT = ("torch", "mlx", "mlx-fused")
 
 _MLX = {  # backend: (fusion level, under mx.compile)
@@ -52,20 +57,34 @@ def candidate(
     device: str = "auto",
     target: str | None = None,
     threads: int = 0,
+    compile_mode: str = "default",
+    tf32: bool = False,
 ) -> Candidate:
-    """The backend `name` as the harness takes it. `device` is PyTorch's, `target` that of our kernels."""
+    """The backend `name` as the harness takes it. `device` is PyTorch's, `target` that of our kernels.
+
+    With `tf32` float32 may use TF32, the frameworks' default on NVIDIA; that is set when a process starts, so
+    such backends have processes of their own.
+    """
+    suffix, variables = ("-tf32", {}) if tf32 else ("", NO_TF32)
     common = {"checkpoint": str(checkpoint), "dtype": dtype}
     if name in _MLX:
         level, compiled = _MLX[name]
         arguments = {"checkpoint": str(checkpoint), "dtype": dtype, "level": level}
         arguments |= {"compiled": compiled, "target": target}
-        return Candidate(name, "mlx", "harness.backends:MlxNetwork", arguments, module="mlx.core")
+        factory = "harness.backends:MlxNetwork"
+        return Candidate(name, f"mlx{suffix}", factory, arguments, "mlx.core", variables)
     if name == "onnxruntime":
         arguments = common | {"threads": threads}
         return Candidate(name, "onnxruntime", "harness.backends:OnnxNetwork", arguments)
     check_name(name)
     arguments = common | {"device": device, "threads": threads, "variant": name.removeprefix("torch-")}
-    return Candidate(name, "torch", "harness.backends:TorchNetwork", arguments)
+    arguments |= {"compile_mode": compile_mode, "tf32": tf32}
+    return Candidate(name, f"torch{suffix}", "harness.backends:TorchNetwork", arguments, "torch", variables)
+
+
+def may_use_tf32(name: str) -> bool:
+    """Whether a backend's matrix products are the framework's own, in float32 on the device."""
+    return name.startswith("torch") or name in ("mlx", "mlx-compile", "mlx-folded")
 
 
 def check_name(name: str) -> None:
@@ -80,20 +99,20 @@ def reference(checkpoint: Path) -> Candidate:
     return Candidate("reference", "reference", "harness.backends:TorchNetwork", arguments, module="torch")
 
 
-class TorchNetwork(Backend):
-    """DepthwiseMNIST in PyTorch. `variant`: torch, channels-last, compile or graph."""
+class TorchBackend(Backend):
+    """A PyTorch module in eval mode, on images. `variant`: torch, channels-last, compile or graph."""
 
     def __init__(
         self,
-        checkpoint: str,
+        model: Any,
         dtype: str = "float32",
         device: str = "auto",
         threads: int = 0,
         variant: str = "torch",
+        compile_mode: str = "default",
+        tf32: bool = False,
     ) -> None:
         import torch
-
-        from torch_model import load_model
 
         self.torch = torch
         self.target = torch_device(device)
@@ -102,11 +121,13 @@ class TorchNetwork(Backend):
             raise Fault("CUDA graphs need an NVIDIA GPU")
         if threads:
             torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         layout = torch.channels_last if variant == "channels-last" else torch.contiguous_format
         self.form = {"device": self.target, "dtype": getattr(torch, dtype), "memory_format": layout}
-        self.model = load_model(checkpoint).to(**self.form)
+        self.model = model.to(**self.form)
+        self.compile_mode = compile_mode if variant == "compile" else None
         if variant == "compile":
-            self.model = torch.compile(self.model)
+            self.model = torch.compile(self.model, mode=compile_mode, dynamic=False)  # once per batch size
         self.wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
             self.target, lambda: None
         )
@@ -155,7 +176,7 @@ class TorchNetwork(Backend):
         del self.outputs[:-1]
 
     def result(self) -> np.ndarray:
-        """The last logits; float64 only from a float64 network."""
+        """The last output; float64 only from a float64 network."""
         kind = self.torch.float64 if self.form["dtype"] == self.torch.float64 else self.torch.float32
         return self.outputs[-1].to("cpu", kind).numpy()
 
@@ -185,14 +206,22 @@ class TorchNetwork(Backend):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Threads and TF32 as they are in this process."""
-        backends = self.torch.backends
+        """Threads, TF32 and compile mode as they are in this process."""
+        tf32 = self.torch.backends.cuda.matmul.allow_tf32 or self.torch.backends.cudnn.allow_tf32
         return {
             "threads": self.torch.get_num_threads(),
-            "tf32": bool(
-                self.target == "cuda" and (backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32)
-            ),
+            "tf32": tf32 if self.target == "cuda" else None,
+            "compile_mode": self.compile_mode,
         }
+
+
+class TorchNetwork(TorchBackend):
+    """DepthwiseMNIST in PyTorch."""
+
+    def __init__(self, checkpoint: str, **arguments: Any) -> None:
+        from torch_model import load_model
+
+        super().__init__(load_model(checkpoint), **arguments)
 
 
 def torch_device(device: str) -> str:
@@ -207,27 +236,21 @@ def torch_device(device: str) -> str:
     return device
 
 
-class MlxNetwork(Backend):
-    """DepthwiseMNIST in MLX at a fusion level, on MLX's default device."""
+class MlxBackend(Backend):
+    """An MLX module in eval mode, on images, on MLX's default device.
+
+    `custom`: it runs our kernels, on `target`; there `compiled` needs kernels inside MLX's graph.
+    """
 
     def __init__(
-        self,
-        checkpoint: str,
-        dtype: str = "float32",
-        level: str = "layers",
-        compiled: bool = False,
-        target: str | None = None,
+        self, make_model: Callable[[], Any], dtype: str, compiled: bool, custom: bool, target: str | None
     ) -> None:
         import mlx.core as mx
 
         import kernels
-        import mlx_model
 
         self.mx = mx
         self.dtype = getattr(mx, dtype)
-        if level not in mlx_model.LEVELS:
-            raise Fault(f"the fusion level {level!r} is not built")
-        custom = level not in ("layers", "folded")
         where = target or kernels.default_target()
         self.target = where if custom else mlx_device()
         if custom:
@@ -236,15 +259,18 @@ class MlxNetwork(Backend):
                 raise Fault(reason)
             if compiled and where == "host":
                 raise Fault("kernels on the host lie outside MLX's graph, which mx.compile needs")
-        self.model = mlx_model.get_model(level, checkpoint, self.dtype, target if custom else None)
+        self.model = make_model()
         self.forward = mx.compile(self.model) if compiled else self.model
         self.compiled = compiled
+        self.counts_launches = not (custom and where == "host")  # those kernels lie outside the graph
+        self.x: Any = None
         self.outputs: list[Any] = []
+        self.link_ms: dict[int, float] = {}
         # Costs one element-wise launch; exact, since 0·y is zero, and not foldable without knowing y.
-        self.link = mx.compile(lambda x, y: x + 0 * y[:, :1, None, None])
+        self.link = mx.compile(lambda x, y: x + 0 * y.reshape(len(y), -1)[:, :1, None, None])
 
     def prepare(self, batch: np.ndarray) -> None:
-        """(N, 1, 28, 28) float32 -> MLX's (N, 28, 28, 1), the same order in memory for one channel."""
+        """(N, C, H, W) float32 -> MLX's (N, H, W, C), in the storage type."""
         self.x = self.mx.array(batch.transpose(0, 2, 3, 1)).astype(self.dtype)
         self.mx.eval(self.x)
 
@@ -267,8 +293,9 @@ class MlxNetwork(Backend):
         self.outputs.clear()
 
     def result(self) -> np.ndarray:
-        """The last logits."""
-        return np.array(self.outputs[-1].astype(self.mx.float32))
+        """The last output, in PyTorch's layout where it is images: (N, H, W, C) -> (N, C, H, W)."""
+        output = np.array(self.outputs[-1].astype(self.mx.float32))
+        return output.transpose(0, 3, 1, 2) if output.ndim == 4 else output
 
     def device_ms(self) -> float | None:
         """On a GPU: the slope between chains of K and 2K dependent forwards, less that of the links alone.
@@ -278,12 +305,11 @@ class MlxNetwork(Backend):
         """
         if self.mx.default_device().type != self.mx.DeviceType.gpu:
             return None
-        if not hasattr(self, "link_ms"):
-            self.link_ms = {}
         size = len(self.x)
         if size not in self.link_ms:
-            logits = self.mx.zeros((size, 10), self.dtype)
-            self.link_ms[size] = min(self._slope(lambda x: logits) for _ in range(5))
+            output = self.forward(self.x)
+            self.mx.eval(output)
+            self.link_ms[size] = min(self._slope(lambda x: output) for _ in range(5))
         return max(0.0, self._slope(self.forward) - self.link_ms[size])
 
     def _slope(self, step: Any, length: int = 8) -> float:
@@ -310,8 +336,53 @@ class MlxNetwork(Backend):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Whether the graph is compiled."""
-        return {"compiled": self.compiled}
+        """Whether the graph is compiled, TF32, and the launches of one forward, counted on its graph."""
+        on_cuda = self.mx.default_device().type == self.mx.DeviceType.gpu and not self.mx.metal.is_available()
+        facts = {"compiled": self.compiled}
+        facts["tf32"] = os.environ.get("MLX_ENABLE_TF32", "1") != "0" if on_cuda else None
+        if self.counts_launches and self.outputs:
+            facts["launches_counted"] = count_launches(self.forward(self.x))
+        return facts
+
+
+class MlxNetwork(MlxBackend):
+    """DepthwiseMNIST in MLX at a fusion level."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str = "float32",
+        level: str = "layers",
+        compiled: bool = False,
+        target: str | None = None,
+    ) -> None:
+        import mlx.core as mx
+
+        import mlx_model
+
+        if level not in mlx_model.LEVELS:
+            raise Fault(f"the fusion level {level!r} is not built")
+        custom = level not in ("layers", "folded")
+
+        def make() -> Any:
+            return mlx_model.get_model(level, checkpoint, getattr(mx, dtype), target if custom else None)
+
+        super().__init__(make, dtype, compiled, custom, target)
+
+
+# Primitives of MLX's graph that only describe memory; every other one is a launch on a GPU.
+VIEWS = {"AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "ExpandDims", "Flatten", "Full"}
+VIEWS |= {"Reshape", "Slice", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"}
+
+
+def count_launches(output: Any) -> int:
+    """Launches on the graph of an MLX array that is not evaluated yet, whose weights are."""
+    import mlx.core as mx
+
+    text = io.StringIO()
+    mx.export_to_dot(text, output)
+    primitives = re.findall(r'label ="(\w+)", shape=rectangle', text.getvalue())
+    return sum(name not in VIEWS for name in primitives)
 
 
 def mlx_device() -> str:

@@ -31,7 +31,7 @@ Slow backends take part in fewer rounds, in nested subsets, so that any two shar
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Candidate:
     factory: str  # "module:function", returns a worker.Backend
     arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory, picklable
     module: str = ""  # the framework to import; `worker` where empty
+    environment: dict[str, str] = field(default_factory=dict)  # variables of its worker
 
     @property
     def framework(self) -> str:
@@ -93,6 +94,7 @@ class Case:
     reference: Candidate | None  # the float64 answer; None: results are not checked (say why in the study)
     dtype: str = "float32"  # of storage, as reported
     tolerance: str = ""  # the row of tolerances.TOLERANCES; `dtype` where empty
+    budget_share: float = 1.0  # of the budget per cell, for cases that matter less
 
 
 @dataclass(frozen=True)
@@ -268,14 +270,15 @@ class Study:
             for candidate in case.candidates
         ]
 
-    def worker(self, name: str, module: str) -> Any:
-        """The worker `name`, started and with its framework imported. Raises Fault where that cannot be."""
+    def worker(self, of: "Candidate | Probe") -> Any:
+        """The worker of `of`, started and with its framework imported. Raises Fault where that cannot be."""
+        name = of.worker
         if name in self.lost:
             raise Fault(self.lost[name])
         if name not in self.workers:
             self.workers[name] = self.make_worker(name)
             try:
-                seconds = self.workers[name].ask("import_module", module=module)
+                seconds = self.workers[name].ask("import_module", module=of.framework)
             except (Fault, WorkerError, WorkerCrash) as error:
                 self.lose(name, str(error))
                 raise Fault(str(error)) from error
@@ -292,7 +295,7 @@ class Study:
         bar = progress("ceilings", len(probes))
         for probe in probes:
             try:
-                worker = self.worker(probe.worker, probe.framework)
+                worker = self.worker(probe)
                 self.ceilings += worker.ask("call", function=probe.function, arguments=probe.arguments)
             except WorkerCrash as crash:
                 self.lose(probe.worker, str(crash))
@@ -312,7 +315,7 @@ class Study:
         bar = progress("reference", len(cells))
         for key, cell in cells.items():
             reference = cell.case.reference
-            worker = self.worker(reference.worker, reference.framework)
+            worker = self.worker(reference)
             name = f"{cell.case.study}/{cell.case.name}/reference"
             worker.ask("open", key=name, factory=reference.factory, arguments=reference.arguments)
             worker.ask("batch", key=key, batch=cell.case.inputs(cell.batch_size))
@@ -326,7 +329,7 @@ class Study:
     def guarded(self, cell: Cell, action: Callable[[Any], None]) -> None:
         """Let `action` ask the cell's worker; a failure there costs what it must and no more."""
         try:
-            action(self.worker(cell.candidate.worker, cell.candidate.framework))
+            action(self.worker(cell.candidate))
         except Fault as fault:
             crashed = cell.candidate.worker in self.lost and cell.facts
             self.mark(cell, "dropped" if crashed else "unavailable", str(fault))
@@ -385,6 +388,7 @@ class Study:
                 return
         built = opened[cell.key]
         cell.target = built["target"]
+        settings = replace(self.settings, budget=self.settings.budget * cell.case.budget_share)
         worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
         start = self.clock() - self.origin
         warm = worker.ask(
@@ -392,7 +396,7 @@ class Study:
             key=cell.key,
             batch=cell.batch_key,
             at_least=self.settings.warmup,
-            seconds=self.settings.budget / 3,
+            seconds=settings.budget / 3,
         )
         cold = [warm["first_ms"], warm["second_ms"]]
         if first:
@@ -403,7 +407,7 @@ class Study:
                 cell.add("cold", start, milliseconds, self.next(), trial=trial)
         cell.facts |= built["facts"] | warm["facts"]
         cell.facts |= {name: warm[name] for name in ("warmup_trials", "warmup_steady", "peak_memory_mb")}
-        cell.plan = plan_cell(self.settings, warm["median_ms"], warm["return_ms"], warm["has_device_clock"])
+        cell.plan = plan_cell(settings, warm["median_ms"], warm["return_ms"], warm["has_device_clock"])
         self.check(cell, warm["output"], "warm-up")
 
     def next(self) -> int:
@@ -499,20 +503,21 @@ def run_study(
     settings: MeasureSettings,
     environment: dict[str, Any] | None = None,
     probes: Sequence[Probe] = (),
-    worker_environment: dict[str, str] | None = None,
     make_worker: Callable[[str], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Record:
     """Measure `cases` and return the record; nothing is written.
 
     `environment` is what is known about the machine (`machine.describe()`); "ceilings" (what the probes
-    gave), "workers", "seconds" and "complete" are added to it. `worker_environment` holds environment
-    variables for the workers, beside those for threads. A cell that could not be measured is in the record's
-    cells with its state, "unavailable" (it cannot run here) or "dropped" (it failed or was wrong), and the
-    reason. Raises Interrupted on Ctrl-C, and Fault when the reference cannot be computed.
+    gave), "workers", "seconds" and "complete" are added to it. `make_worker(name)` replaces the processes,
+    for tests and for studies that time in their own process. A cell that could not be measured is in the
+    record's cells with its state, "unavailable" (it cannot run here) or "dropped" (it failed or was wrong),
+    and the reason. Raises Interrupted on Ctrl-C, and Fault when the reference cannot be computed.
     """
-    variables = thread_variables(settings.threads) | (worker_environment or {})
-    study = Study(cases, settings, make_worker or (lambda name: Worker(name, variables)), clock)
+    threads = thread_variables(settings.threads)
+    variables = {c.worker: c.environment for case in cases for c in case.candidates}
+    make_worker = make_worker or (lambda name: Worker(name, threads | variables.get(name, {})))
+    study = Study(cases, settings, make_worker, clock)
     try:
         try:
             study.run_probes(probes)

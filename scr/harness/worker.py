@@ -195,6 +195,8 @@ class Session:
         start = self.clock()
         backend = resolve(factory)(**arguments)
         self.backends[key] = backend
+        gc.collect()
+        gc.freeze()  # a framework's objects are many: each burst collects only what came after
         return {"target": backend.target, "build_s": self.clock() - start, "facts": backend.facts()}
 
     def close(self, key: str) -> None:

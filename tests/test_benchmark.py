@@ -1,0 +1,230 @@
+"""The command: end to end on tiny settings, bad input, tags, Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import benchmark
+from harness import record as records
+from harness.cli import Fault
+from harness.measure import MeasureSettings
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mlx.core")
+
+SCR = Path(__file__).parents[1] / "scr"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random weights, saved."""
+    import torch_model
+
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("weights") / "random.pth"
+    torch_model.save_checkpoint(torch_model.DepthwiseMNIST().state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, checkpoint):
+    """Run the command with its output folders under tmp_path; the report is written elsewhere's way."""
+
+    def run(*arguments, report=None):
+        monkeypatch.setattr(benchmark, "OUTPUT", tmp_path / "output")
+        monkeypatch.setattr(benchmark, "CONCLUSIONS", tmp_path / "conclusions")
+        monkeypatch.setattr(benchmark.ceilings, "probes", lambda *_: ())
+        if report:
+            monkeypatch.setattr(benchmark, "report", report)
+        words = ["benchmark.py", "--checkpoint", str(checkpoint), "--data-dir", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", words)
+        return benchmark.main()
+
+    run.folder = tmp_path
+    return run
+
+
+def tiny(**changes):
+    fields = {"batch_sizes": (1, 3), "trials": 4, "warmup": 1, "budget": 2.0, "rounds": 2}
+    return benchmark.Settings(**(fields | changes))
+
+
+TINY = "--no-layers --batch-sizes 1 3 --trials 4 --warmup 1 --budget 2 --rounds 2 --device cpu".split()
+
+
+def test_end_to_end(command, capsys):
+    assert command(*TINY) == 0
+    output = command.folder / "output"
+    record = records.load(output / "per_trial.npz")
+    assert {cell["state"] for cell in record.cells} == {"few"}
+    assert {cell["backend"] for cell in record.cells} == {"torch", "mlx", "mlx-fused"}
+    assert set(record.rows.study) == {"mnist"} and set(record.rows.case) == {"network"}
+    assert {"latency", "transfer", "cold"} <= set(record.rows.kind)
+    assert len(record.checks) == 2 * 6 and all(check["passed"] for check in record.checks)
+    launches = {cell["backend"]: cell["cost"]["launches"] for cell in record.cells}
+    assert launches == {"torch": 37, "mlx": 93, "mlx-fused": 65}
+    assert "5,000" in record.environment["inputs"] or "subset" in record.environment["inputs"].lower()
+    assert record.settings["checkpoint"] == "random.pth", "no path of this machine is stored"
+    assert (command.folder / "conclusions" / "benchmark_result.md").is_file()
+    printed = capsys.readouterr()
+    assert "wrote per_trial.npz" in printed.out
+    assert not printed.err, "no progress bar where there is no terminal"
+
+
+def test_inputs_are_the_first_digits_and_the_reference_is_float64(command, monkeypatch):
+    seen = {}
+
+    def fake(cases, settings, environment, probes):
+        seen["case"] = cases[0]
+        return records.Record(records.empty_rows(), {"seconds": 0.0, "ceilings": []})
+
+    monkeypatch.setattr(benchmark, "run_study", fake)
+    assert command(*TINY, report=lambda *_: None) == 0
+    case = seen["case"]
+    assert case.inputs(3).dtype == np.float32 and case.inputs(3).shape == (3, 1, 28, 28)
+    assert np.array_equal(case.inputs(3)[:1], case.inputs(1))
+    assert case.inputs(20_000).shape[0] == 20_000, "a batch larger than the set starts again"
+    assert case.reference.arguments["dtype"] == "float64" and case.reference.arguments["device"] == "cpu"
+
+
+def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command):
+    arguments = [*TINY, "--backends", "torch", "--batch-sizes", "1"]
+    assert command(*arguments, "--tag", "m1-pro", report=lambda *_: None) == 0
+    tagged = command.folder / "output" / "m1-pro" / "per_trial.npz"
+    before = tagged.read_bytes()
+    assert not (command.folder / "output" / "per_trial.npz").exists()
+    assert command(*arguments, report=lambda *_: None) == 0
+    assert tagged.read_bytes() == before
+    assert (command.folder / "output" / "per_trial.npz").exists()
+
+
+def test_report_goes_where_the_tag_says(command):
+    seen = []
+    arguments = [*TINY, "--backends", "torch", "--batch-sizes", "1", "--tag", "box"]
+    command(*arguments, report=lambda record, plots, markdown: seen.append((plots, markdown)))
+    root = command.folder
+    assert seen == [(root / "output/box/plots", root / "conclusions/box/benchmark_result.md")]
+
+
+def test_a_wrong_backend_makes_the_exit_status(command, monkeypatch, capsys):
+    original = benchmark.backends.candidate
+
+    def half_wrong(name, checkpoint, *rest):
+        """Torch gets weights of another seed, so that its logits cannot be right."""
+        if name == "torch":
+            import torch_model
+
+            torch.manual_seed(6)
+            checkpoint = Path(checkpoint).with_name("other.pth")
+            torch_model.save_checkpoint(torch_model.DepthwiseMNIST().state_dict(), checkpoint)
+        return original(name, checkpoint, *rest)
+
+    monkeypatch.setattr(benchmark.backends, "candidate", half_wrong)
+    status = command(*TINY, "--backends", "torch", "mlx", report=lambda *_: None)
+    assert status == 1
+    assert "torch (network) was dropped: wrong result at batch 1" in capsys.readouterr().out
+    record = records.load(command.folder / "output" / "per_trial.npz")
+    assert set(record.rows.backend) == {"mlx"}
+
+
+def test_a_backend_again(command):
+    assert command(*TINY, "--backends", "torch", "--again", report=lambda *_: None) == 0
+    record = records.load(command.folder / "output" / "per_trial.npz")
+    assert set(record.rows.backend) == {"torch", "torch-again"}
+    assert all(cell["cost"]["launches"] == 37 for cell in record.cells)
+
+
+def test_an_unavailable_backend_is_said_and_costs_nothing(command, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("says what happens without an NVIDIA GPU")
+    arguments = [*TINY, "--backends", "torch", "torch-graph", "mlx-fused-compile", "--target", "host"]
+    assert command(*arguments, report=lambda *_: None) == 0
+    printed = capsys.readouterr().out
+    assert "torch-graph (network) is unavailable: CUDA graphs need an NVIDIA GPU" in printed
+    assert "mlx-fused-compile (network) is unavailable: kernels on the host lie outside" in printed
+
+
+def test_quick_changes_only_what_is_not_given(checkpoint):
+    settings = benchmark.resolve(benchmark.Settings(quick=True, trials=7, checkpoint=checkpoint))
+    assert settings.trials == 7 and settings.batch_sizes == benchmark.QUICK["batch_sizes"]
+
+
+def test_defaults_are_those_of_the_study():
+    settings = benchmark.Settings()
+    assert settings.backends == ("torch", "mlx", "mlx-fused")
+    assert settings.batch_sizes == (1, 16, 64, 128, 256, 512)
+    assert (settings.trials, settings.warmup) == (200, 30)
+    assert isinstance(settings, MeasureSettings)
+
+
+def test_all_means_all(checkpoint):
+    settings = benchmark.resolve(benchmark.Settings(backends=("all",), checkpoint=checkpoint))
+    assert settings.backends == tuple(benchmark.backends.BACKENDS)
+    assert settings.threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backends": ("torch", "tensorflow")}, "unknown backend 'tensorflow'"),
+        ({"batch_sizes": (1, 0)}, "must be positive"),
+        ({"trials": 0}, "must be positive"),
+        ({"budget": 0.0}, "must be positive"),
+        ({"pause": -1.0}, "must not be negative"),
+        ({"tag": "../elsewhere"}, "names a folder"),
+        ({"tag": "plots"}, "names a folder"),
+        ({"checkpoint": Path("nowhere.pth")}, "nowhere.pth does not exist; `python scr/train_mnist.py`"),
+    ],
+)
+def test_bad_input_is_one_sentence(changes, message, checkpoint):
+    with pytest.raises(Fault, match=message.replace("(", r"\(")) as fault:
+        benchmark.resolve(tiny(**({"checkpoint": checkpoint} | changes)))
+    assert str(fault.value).count("\n") == 0
+
+
+def test_a_checkpoint_of_another_network_is_a_fault(command, tmp_path):
+    path = tmp_path / "other.pth"
+    torch.save({"weight": torch.zeros(3)}, path)
+    with pytest.raises(Fault, match=r"other\.pth"):
+        command(*TINY, "--checkpoint", str(path))
+    assert not (command.folder / "output" / "per_trial.npz").exists()
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+import benchmark
+from harness.cli import run_command
+benchmark.OUTPUT = Path(sys.argv.pop(1))
+benchmark.ceilings.probes = lambda *_: ()
+run_command(benchmark.main)
+"""
+
+
+def test_ctrl_c_leaves_the_old_file_and_writes_a_partial_one(tmp_path, checkpoint):
+    old = tmp_path / "per_trial.npz"
+    old.write_bytes(b"the file of the last run")
+    arguments = (
+        "--backends torch --batch-sizes 1 --trials 100000 --warmup 3 --budget 600 --rounds 9000".split()
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), "--checkpoint", str(checkpoint), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=SCR,
+    )
+    time.sleep(12)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert old.read_bytes() == b"the file of the last run"
+    record = records.load(tmp_path / "per_trial.partial.npz")
+    assert record.environment["complete"] is False
+    assert (record.rows.kind == "latency").sum() > 10
+    assert "per_trial.partial.npz" in out

@@ -1,0 +1,74 @@
+"""Layers by kind: complete, on the right inputs, the same in both frameworks."""
+
+import numpy as np
+import pytest
+
+from harness import costs, layers, tolerances
+from harness.worker import resolve
+
+torch = pytest.importorskip("torch")
+mx = pytest.importorskip("mlx.core")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random weights, BatchNorm statistics included."""
+    import torch_model
+
+    torch.manual_seed(4)
+    model = torch_model.DepthwiseMNIST()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, 0.5)
+            torch.nn.init.uniform_(module.running_var, 0.2, 3.0)
+    path = tmp_path_factory.mktemp("weights") / "random.pth"
+    torch_model.save_checkpoint(model.state_dict(), path)
+    return path
+
+
+def images(batch_size):
+    return np.random.default_rng(batch_size).normal(size=(batch_size, 1, 28, 28)).astype(np.float32)
+
+
+def built(kind, checkpoint):
+    case = layers.cases(("torch", "mlx", "mlx-fused"), checkpoint, images, (2,), device="cpu")
+    (case,) = [one for one in case if one.name == kind]
+    specs = (*case.candidates, case.reference)
+    backends = [resolve(spec.factory)(**spec.arguments) for spec in specs]
+    for backend in backends:
+        backend.prepare(images(2))
+        backend.run()
+        backend.synchronize()
+    return backends
+
+
+@pytest.mark.parametrize("kind", layers.KINDS)
+def test_both_frameworks_give_the_reference(kind, checkpoint):
+    torch_backend, mlx_backend, reference = built(kind, checkpoint)
+    right = reference.result()
+    assert right.dtype == np.float64
+    for backend in (torch_backend, mlx_backend):
+        check = tolerances.compare(backend.result(), right, "float32")
+        assert check["passed"], check["problem"]
+
+
+def test_the_kinds_together_are_the_network(checkpoint):
+    counted = {kind: built(kind, checkpoint)[1].facts()["launches_counted"] for kind in layers.KINDS}
+    modelled = {kind: 0 for kind in layers.KINDS}
+    for launch in costs.launches("mlx"):
+        modelled[launch.kind] += 1
+    assert counted == modelled and sum(counted.values()) == 93
+    operators = {kind: len(built(kind, checkpoint)[0].steps) for kind in layers.KINDS}
+    assert sum(operators.values()) == 36, "PyTorch's 37 operators, pooling and linear as one step here"
+
+
+def test_the_last_step_gives_the_networks_logits(checkpoint):
+    torch_backend, _, reference = built("head", checkpoint)
+    with torch.inference_mode():
+        logits = reference.model(reference.x).numpy()
+    assert np.allclose(reference.result(), logits)
+    assert np.allclose(torch_backend.result(), logits, atol=1e-4)
+
+
+def test_only_backends_with_the_network_as_written():
+    assert layers.cases(("mlx-fused", "onnxruntime"), "a.pth", images, (1,)) == []
