@@ -3,6 +3,7 @@
 import numpy as np
 
 from harness import costs
+from harness.measure import spread
 from harness.record import Record, rows_from
 
 BATCH_SIZES = (1, 16, 128, 512)
@@ -97,11 +98,11 @@ def make_record(
 ):
     """A complete record. `scale`: name -> factor on its times; `slowdown_after`: share of the run, +20 %.
 
-    A name such as "torch (again)" is that backend once more.
+    A name such as "torch-again" is that backend once more.
     """
     random = np.random.default_rng(seed)
     rows, cells, checks = [], [], []
-    bases = {name: name.split(" (")[0] for name in backends}
+    bases = {name: name.removesuffix("-again") for name in backends}
     clock = 0.0
     for batch_size in batch_sizes:
         for backend in backends:
@@ -112,18 +113,18 @@ def make_record(
             median = expected_ms(base, batch_size) * (scale or {}).get(backend, 1.0)
             count = min(trials, max(3, int(7000 / median)))
             taking_part = min(rounds, count)
-            every = rounds // taking_part
+            numbers = sorted(spread(rounds)[:taking_part])  # nested subsets, as in a run
             trial = 0
-            for place in range(taking_part):
+            for place, number in enumerate(numbers):
                 burst = count // taking_part + (place < count % taking_part)
-                common = np.random.default_rng([seed, batch_size, place]).normal(0, 0.01)
+                common = np.random.default_rng([seed, batch_size, number]).normal(0, 0.01)
                 for _ in range(burst):
                     value = median * np.exp(common + noise * random.standard_normal())
                     value *= 1 + 0.3 * (random.random() < 0.03)
-                    if slowdown_after is not None and place >= slowdown_after * taking_part:
+                    if slowdown_after is not None and number >= slowdown_after * rounds:
                         value *= 1.2
-                    start = (place * every * 15.0) + 0.001 * trial
-                    rows.append(label | {"kind": "latency", "round": place * every, "trial": trial})
+                    start = number * 15.0 + 0.001 * trial
+                    rows.append(label | {"kind": "latency", "round": number, "trial": trial})
                     rows[-1] |= {"start_s": start, "latency_ms": value}
                     trial += 1
                 extra = {
@@ -134,7 +135,7 @@ def make_record(
                 for kind, value in extra.items():
                     if kind in kinds:
                         value *= np.exp(noise * random.standard_normal())
-                        rows.append(label | {"kind": kind, "round": place * every, "trial": place})
+                        rows.append(label | {"kind": kind, "round": number, "trial": place})
                         rows[-1] |= {"start_s": clock, "latency_ms": value}
             if "cold" in kinds:
                 for number, value in enumerate((1500.0, 9 * median, 1.2 * median)):

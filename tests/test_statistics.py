@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from harness.statistics import (
+    CALIBRATION,
     Sample,
     block_length,
     common_course,
@@ -241,6 +242,8 @@ def test_intervals_cover_and_verdicts_are_rarely_false(shape):
         coverage.append(covered)
         wrong.append(verdicts.get("faster", 0) + verdicts.get("slower", 0))
     assert np.mean(coverage) >= 0.93, coverage
+    assert 100 * np.mean(coverage) >= CALIBRATION["least_coverage_percent"] - 1, coverage
+    assert 100 * np.mean(wrong) <= CALIBRATION["most_false_percent"] + 1, wrong
     assert min(coverage) >= 0.90, coverage  # 160 repeats of a true 95 % scatter by 1.7 %
     assert max(wrong) <= 0.05, wrong
 

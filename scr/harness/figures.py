@@ -146,7 +146,7 @@ def scaling(group: Group) -> Figure:
     if _is_network(group):
         legend.append(PUBLISHED_LINE)
     figure, (left, right) = plots.panels_figure(
-        ["throughput", "throughput ÷ (batch × batch-1 throughput)"],
+        ["throughput", "throughput ÷ (batch × throughput at batch 1)"],
         columns=2,
         height=3.2,
         legend=legend,

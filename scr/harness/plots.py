@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.paths import write_atomic
+from harness.tables import milliseconds
 
 WIDTH = 8.3  # inches
 DPI = 150
@@ -98,8 +99,8 @@ def register(names: Iterable[str]) -> None:
 
 
 def _base(name: str) -> str:
-    """A backend's name without a note in parentheses: "torch (again)" is drawn like "torch"."""
-    return name.split(" (")[0]
+    """The backend that "torch-again" is once more: both are drawn alike."""
+    return name.removesuffix("-again")
 
 
 def _hash(name: str) -> int:
@@ -228,14 +229,15 @@ def draw_timeline(axes: Axes, trials: Mapping[str, tuple[np.ndarray, np.ndarray]
 def draw_cdf(axes: Axes, latency_ms: Mapping[str, np.ndarray], marks: Mapping[str, Any]) -> None:
     """Share of trials below a latency, which is drawn relative to the median, so that tails can be compared.
 
-    `marks`: name -> the (P50, P95, P99) in ms to mark, None where there are too few trials. The axis ends at
-    one and a half times the farthest P95.
+    `marks`: name -> the (P50, P95, P99) in ms to mark, None where there are too few trials. The axis reaches
+    from the first percentile to one and a half times the farthest P95.
     """
-    farthest = 1.0
+    nearest, farthest = -1.0, 1.0
     for name, values in latency_ms.items():
         median = np.median(values)
         values = _relative(values, median)
         farthest = max(farthest, *(1.5 * _relative(v, median) for v in marks[name][:2] if v is not None))
+        nearest = min(nearest, 1.3 * np.percentile(values, 1))
         values = np.sort(values)
         share = np.arange(1, len(values) + 1) / len(values)
         axes.step(values, 100 * share, where="post", color=colour(name))
@@ -243,7 +245,7 @@ def draw_cdf(axes: Axes, latency_ms: Mapping[str, np.ndarray], marks: Mapping[st
             if value is not None:
                 x = _relative(value, median)
                 axes.plot(x, percent, sign, color=colour(name), mec="white", mew=0.6, markersize=6)
-    axes.set_xlim(-farthest / 2, farthest)
+    axes.set_xlim(nearest, farthest)
     _percent_axis(axes)
     axes.set_ylim(-3, 103)
     axes.set_yticks([0, 25, 50, 75, 95])
@@ -335,14 +337,6 @@ def _bar_axis(axes: Axes, values: Sequence[float], room: float = 0.22) -> None:
     axes.set_xlim(low, high * (high / low) ** room)
     plain_log_axis(axes, "x", steps_125(low, high, most=5))
     axes.set_xlabel("log axis", fontsize=8, labelpad=1)
-
-
-def milliseconds(value: float) -> str:
-    """A time in ms with three significant digits: 0.0123, 1.23, 123, 1,234."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    digits = 2 if value == 0 else max(0, 2 - int(np.floor(np.log10(abs(value)))))
-    return f"{value:.{digits}f}"
 
 
 def draw_ratios(

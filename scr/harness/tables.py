@@ -39,18 +39,30 @@ def significant(value: float | None, digits: int = 3) -> str | None:
     return f"{value:,.{decimals}f}"
 
 
+def milliseconds(value: float) -> str:
+    """A time in ms with three significant digits: 0.0123, 1.23, 123, 1,234."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    digits = 2 if value == 0 else max(0, 2 - int(np.floor(np.log10(abs(value)))))
+    return f"{value:.{digits}f}"
+
+
 def percent(value: float | None) -> str | None:
-    """A percentage without decimals from 10 on, with one below, with two below 1."""
+    """A percentage without decimals from 10 on, with one below, with two below 1; 0 % for zero."""
     if value is None:
         return None
+    if value == 0:
+        return "0 %"
     size = abs(value)
     return f"{value:.0f} %" if size >= 9.95 else f"{value:.1f} %" if size >= 0.95 else f"{value:.2f} %"
 
 
 def ratio(value: float | None) -> str | None:
-    """A ratio: two decimals below 10, one below 100."""
+    """A ratio: three significant digits below 0.1, two decimals below 10, one below 100."""
     if value is None:
         return None
+    if abs(value) < 0.0995:
+        return significant(value)
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 

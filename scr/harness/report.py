@@ -1,0 +1,159 @@
+"""Build a benchmark's report from its record alone: plots and a Markdown file with relative links.
+
+    from harness.report import build
+
+    build(record, OUTPUT / "plots", CONCLUSIONS / "benchmark_result.md")
+
+Knows neither PyTorch nor MLX: a record from any machine can be read on any other. The same record gives the
+same Markdown everywhere, and within one environment the same PNGs, byte for byte. Two more records are taken
+into account where they lie in the folder above `plots_dir`: aa.npz (the same backends under two names) and
+paused.npz (the same run with pauses between bursts).
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import plots, published, sections
+from harness.analysis import Group, check_record, groups
+from harness.compare import pause_verdict
+from harness.figures import FIGURES
+from harness.paths import write_atomic
+from harness.record import Record, load
+from harness.verdicts import five_sentences
+
+AGAIN = "aa.npz"
+PAUSED = "paused.npz"
+
+
+def build(record: Record, plots_dir: Path, markdown_path: Path) -> None:
+    """Write the plots into `plots_dir`, which is emptied of other PNGs, and the report to `markdown_path`.
+
+    Raises Fault for a record that lacks what every report needs.
+    """
+    check_record(record)
+    found = groups(record)
+    again, paused = (_beside(plots_dir, name) for name in (AGAIN, PAUSED))
+    images = draw_all(main_groups(found), plots_dir)
+    links = {name: os.path.relpath(path, markdown_path.parent) for name, path in images.items()}
+    source = os.path.relpath(plots_dir.parent / "per_trial.npz", markdown_path.parent)
+    write_atomic(markdown_path, text(record, found, links, source, again, paused))
+
+
+def main_groups(found: list[Group]) -> list[Group]:
+    """The network's groups, one per dtype; where there are none, the first group."""
+    return [group for group in found if sections.is_network(group)] or found[:1]
+
+
+def draw_all(main: list[Group], plots_dir: Path) -> dict[str, Path]:
+    """Draw every figure of the main groups; figure name (with -DTYPE after the first group) -> file."""
+    images: dict[str, Path] = {}
+    for i, group in enumerate(main):
+        for name, (draw, _) in FIGURES.items():
+            with plots.style():
+                figure = draw(group)
+            if figure is None:
+                continue
+            key = name if i == 0 else f"{name}-{group.dtype}"
+            images[key] = plots_dir / f"{key}.png"
+            plots.save(figure, images[key])
+    for path in plots_dir.glob("*.png"):
+        if path not in images.values():
+            path.unlink()
+    return images
+
+
+def text(
+    record: Record,
+    found: list[Group],
+    links: dict[str, str],
+    source: str,
+    again: Record | None = None,
+    paused: Record | None = None,
+) -> str:
+    """The report as Markdown. `links`: figure name -> path as seen from the report."""
+    main = main_groups(found)
+    first = main[0]
+    others = [group for group in found if group not in main]
+    parts = [head(record, source)]
+
+    def add(title: str, body: str, *figures: str) -> None:
+        """A section, unless it would be empty."""
+        images = [image(name, links) for name in figures if name in links]
+        if body or images:
+            parts.append("\n\n".join([f"## {title}", *([body] if body else []), *images]))
+
+    add("The machine", sections.machine_table(record))
+    add("Warnings", sections.warnings(record, found) or "None.")
+    add("Not measured", sections.absent(record))
+    for i, group in enumerate(main):
+        suffix = "" if i == 0 else f"-{group.dtype}"
+        title = "Results" + (f", {group.dtype}" if len(main) > 1 else "")
+        body = [sections.results_note(group)] if i == 0 else []
+        body += [sections.results(group)]
+        body += [sections.honest_baseline(group)] if sections.is_network(group) else []
+        add(title, "\n\n".join(body), *(f"{name}{suffix}" for name in ("p50_bars", "speedup", "scaling")))
+    add("Half precision against float32", sections.precision(found))
+    add("Other cases", sections.other_cases(others))
+    add("How far to trust this", sections.reliability(first, again))
+    add("Pauses against heat", pause_verdict(record, paused) if paused is not None else "")
+    _add_ladder(add, first, found)
+    prediction = sections.prediction(first)
+    add("Prediction and measurement", prediction, "roofline")
+    add("The machine's limits", sections.ceilings_table(record))
+    add("Clocks", _paragraphs(sections.clocks(first), sections.device_speedups(first)))
+    add("The lazy-evaluation trap", sections.lazy_trap(first))
+    add("Cold start and memory", sections.cold_start(first))
+    add("Correctness", sections.correctness(record))
+    add("Distributions", "", "timeline", "cdf", "violins")
+    if sections.is_network(first):
+        add("Apple's chips, predicted", sections.apple_prediction())
+    closing = "\n".join(f"{i}. {sentence}" for i, sentence in enumerate(five_sentences(first), start=1))
+    add(f"What pays on this machine ({record.environment['chip']})", closing)
+    return "\n\n".join(parts) + "\n"
+
+
+def head(record: Record, source: str) -> str:
+    """Title, and which machine the numbers are from."""
+    chip = record.environment["chip"]
+    gpu = (record.environment.get("gpu") or {}).get("name")
+    on = f"{chip} with {gpu}" if gpu and gpu != chip else chip
+    state = "" if record.environment.get("complete", True) else " The run was interrupted."
+    return (
+        f"# Benchmark result: {gpu if gpu else chip}\n\n"
+        f"Every number below was measured on **{on}** in one run, and is computed from [{Path(source).name}]"
+        f"({source}) by `python scr/report.py`, except where it is marked as *published* (the article's, "
+        "on an "
+        f"{published.MACHINE}) or as a *prediction*.{state}"
+    )
+
+
+def image(name: str, links: dict[str, str]) -> str:
+    """A figure as Markdown, with what it shows as its alternative text."""
+    base = next(known for known in FIGURES if name == known or name.startswith(f"{known}-"))
+    return f"![{FIGURES[base][1]}]({links[name]})"
+
+
+def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> None:
+    """The ladder's sections, for a run that has rungs."""
+    steps = sections.ladder_steps(first)
+    if not steps:
+        return
+    add("The ladder: what each step buys", steps, "ladder")
+    add("Which rung wins at which batch", sections.winners(first))
+    add("Launches", sections.launches(first))
+    shares = sections.layer_shares(found)
+    add("Time by layer type", shares or "Layers were not timed apart in this run.")
+    parts = sections.ablation(found)
+    add("Is BatchNorm free, is ReLU?", parts or "The kernel's parts were not timed apart in this run.")
+
+
+def _paragraphs(*texts: str) -> str:
+    """The texts that are not empty, apart."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def _beside(plots_dir: Path, name: str) -> Record | None:
+    """A further record beside the plots' folder, if it is there."""
+    path = plots_dir.parent / name
+    return load(path) if path.is_file() else None

@@ -1,0 +1,811 @@
+"""The report's sections: each takes groups of a record and gives Markdown, "" where there is nothing to say.
+
+Sentences are computed; a figure that was not measured is left out or said to be missing, never guessed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from harness import costs, ladder, machine, published, statistics
+from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, Group, groups
+from harness.record import KINDS, Record
+from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
+from harness.tables import (
+    count,
+    interval,
+    markdown_table,
+    milliseconds,
+    percent,
+    quantity,
+    ratio,
+    significant,
+    span,
+    verdict_cell,
+    words,
+)
+from harness.verdicts import by_verdict, compared
+
+PREDICTED_BATCHES = (1, 128)
+PREDICTED_RUNGS = ("mlx", "mlx-folded", "mlx-fused", "mlx-fused-compile", "mlx-block")
+
+
+def machine_table(record: Record) -> str:
+    """The machine, its state and the software, from the record's environment."""
+    facts = record.environment
+    gpu = facts.get("gpu") or {}
+    cores = str(facts.get("cores", ""))
+    if facts.get("performance_cores"):
+        cores += f", {facts['performance_cores']} of them performance cores"
+    graphics = gpu.get("name") and ", ".join(
+        str(part)
+        for part in (
+            gpu["name"],
+            f"{gpu['cores']} cores" if gpu.get("cores") else None,
+            gpu.get("memory_total"),
+            f"driver {gpu['driver_version']}" if gpu.get("driver_version") else None,
+            f"power limit {gpu['power_limit']}" if gpu.get("power_limit") else None,
+        )
+        if part
+    )
+    power = facts.get("power") or {}
+    mode = {True: ", low-power mode on", False: ", low-power mode off", None: ""}[power.get("low_power_mode")]
+    commit = facts.get("commit")
+    if commit:
+        commit = f"`{commit[:12]}`" + (" with uncommitted changes in `scr/`" if facts.get("dirty") else "")
+    tf32 = {name for c in record.cells if (name := c.get("tf32")) is not None}
+    settings = record.settings
+    asked = [f"{k.replace('_', ' ')} {settings[k]}" for k in ("trials", "warmup", "rounds") if k in settings]
+    asked += [f"budget {settings['budget']:g} s per cell"] if "budget" in settings else []
+    asked += [f"pause {settings['pause']:g} s before each burst"] if settings.get("pause") else []
+    asked += [f"seed {settings['seed']}"] if "seed" in settings else []
+    rows = [
+        ("chip", facts["chip"]),
+        ("cores", cores),
+        ("GPU", graphics),
+        ("memory", f"{facts['memory_gb']:g} GB" if facts.get("memory_gb") else None),
+        ("system", f"{facts['os']}, {facts.get('architecture', '')}".rstrip(", ")),
+        ("power", f"{power['source']}{mode}" if power.get("source") else None),
+        ("load average at the start", words(facts.get("load_average") or [], "·").replace(" · ", ", ")),
+        (
+            "versions",
+            ", ".join(
+                [f"Python {facts['python']}"] * ("python" in facts)
+                + [f"{name} {version}" for name, version in facts["versions"].items()]
+            ),
+        ),
+        ("TF32", "on in some cases" if tf32 == {True, False} else "on" if tf32 == {True} else None),
+        ("threads per framework", facts.get("threads")),
+        ("our kernels' tiles", tiles(record)),
+        ("inputs", facts.get("inputs")),
+        ("measurement", ", ".join(asked)),
+        ("command", f"`{facts['command']}`" if facts.get("command") else None),
+        ("started", facts.get("started")),
+        ("duration", f"{facts['seconds']:.0f} s" if facts.get("seconds") else None),
+        ("commit", commit),
+        (
+            "kernel texts",
+            ", ".join(f"{name} `{digest}`" for name, digest in (facts.get("kernel_hashes") or {}).items()),
+        ),
+    ]
+    return markdown_table([{"": name, "this run": value} for name, value in rows if value], left=["this run"])
+
+
+def tiles(record: Record) -> str | None:
+    """Whether the kernels ran with default or tuned tiles; None where the record does not say."""
+    known = {cell["tiles"] for cell in record.cells if cell.get("tiles")}
+    if not known and record.environment.get("tiles"):
+        known = {record.environment["tiles"]}
+    return words(sorted(map(str, known))) if known else None
+
+
+def warnings(record: Record, found_groups: Sequence[Group]) -> str:
+    """What makes the numbers doubtful, as a list."""
+    found = list(record.environment.get("warnings") or [])
+    if not record.environment.get("complete", True):
+        found.append("The run was interrupted: what is missing was not measured.")
+    if record.environment.get("dirty"):
+        found.append("The code had uncommitted changes.")
+    names = {"drifting": [], "noisy": [], "restless": []}
+    for group in found_groups:
+        for backend in group.backends:
+            for size in group.batch_sizes:
+                cell, summary = group.cell(backend, size), group.summary(backend, size)
+                if summary is None:
+                    continue
+                if cell.get("state") == "drifting":
+                    names["drifting"].append(
+                        f"{_where(group, backend, size)} ({cell['drift_percent']:+.0f} %)"
+                    )
+                if summary.noisy:
+                    names["noisy"].append(_where(group, backend, size))
+                if cell.get("warmup_steady") is False:
+                    names["restless"].append(_where(group, backend, size))
+    sentences = {
+        "drifting": "drifted over the run (last quarter of the rounds against the first): heat, "
+        "throttling or other work",
+        "noisy": f"scattered by more than {NOISY_CV_PERCENT:.0f} % (coefficient of variation)",
+        "restless": "had no steady median when the warm-up ended",
+    }
+    for key, sentence in sentences.items():
+        if names[key]:
+            found.append(f"{count(len(names[key]), 'cell')} {sentence}: {_some(names[key])}.")
+    unsettled = sum(w.get("unsettled_bursts") or 0 for w in record.environment.get("workers", {}).values())
+    if unsettled:
+        found.append(f"After {count(unsettled, 'request')} a waiting framework still used the processor.")
+    return "\n".join(f"- {sentence}" for sentence in found)
+
+
+def absent(record: Record) -> str:
+    """Backends that were asked for and have no numbers, with the reasons."""
+    reasons: dict[str, dict[str, list[int]]] = {}
+    for cell in record.cells:
+        if cell["state"] in ("unavailable", "dropped"):
+            text = f"{cell['state']}: {cell.get('reason') or 'no reason recorded'}"
+            reasons.setdefault(cell["backend"], {}).setdefault(text, []).append(cell["batch_size"])
+    lines = []
+    for backend, texts in reasons.items():
+        for text, sizes in texts.items():
+            lines.append(f"- `{backend}` (batch {words(sorted(set(sizes)))}) {text}")
+    return "\n".join(lines)
+
+
+def results(group: Group) -> str:
+    """The article's table: P50, P95, CV, throughput, speedups, scaling efficiency, published P50."""
+    baselines = comparison_baselines(group)
+    rows = []
+    for size in group.batch_sizes:
+        for i, backend in enumerate(n for n in group.backends if group.p50(n, size) is not None):
+            summary, cell = group.summary(backend, size), group.cell(backend, size)
+            noise = percent(summary.cv_percent)
+            row = {
+                "batch": size if i == 0 else "",
+                "backend": backend,
+                "P50 ms": milliseconds(summary.p50),
+                "P95 ms": None if summary.p95 is None else milliseconds(summary.p95),
+                "CV": f"**{noise}** ⚠" if summary.noisy else noise,
+                "images/s": f"{group.throughput(backend, size):,.0f}",
+            }
+            for baseline in baselines:
+                compared = group.speedup(backend, baseline, size) if backend != baseline else None
+                row[f"× {baseline}"] = "1" if backend == baseline else verdict_cell(compared)
+            row["scaling"] = percent(group.scaling_percent(backend, size))
+            row["trials"] = summary.trials
+            row["state"] = _state(cell)
+            joules = cell.get("joules_per_image")
+            row["mJ/image"] = None if joules is None else significant(1e3 * joules)
+            known = published.P50_MS.get(backend, {}).get(size) if is_network(group) else None
+            row[f"P50 ms, {published.LABEL}"] = None if known is None else milliseconds(known)
+            rows.append(row)
+    return markdown_table(rows, left=["backend", "state"])
+
+
+def comparison_baselines(group: Group) -> list[str]:
+    """What backends are compared with: the peer, and the best that costs no kernel of one's own."""
+    found = [group.first_of(PEERS), group.first_of(PLAIN)]
+    if "mlx" in group.backends and "mlx-fused" in group.backends:
+        found.append("mlx")  # the article's own comparison
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def results_note(group: Group) -> str:
+    """How to read the table of results."""
+    flops = quantity(costs.FLOPS, "FLOP") if is_network(group) else None
+    sentences = [
+        f"P95 needs {P95_FROM} trials. ⚠ marks a coefficient of variation above {NOISY_CV_PERCENT:.0f} %. "
+        "A column “× name” says how many times faster a backend is than that one: the ratio of medians "
+        "with its "
+        "95 % interval and a verdict; *faster* and *slower* need the whole interval outside ±2 %, "
+        "*equivalent* "
+        "inside, anything else is *undecided*. Scaling efficiency is throughput ÷ (batch × throughput at the "
+        "smallest batch): 100 % if a larger batch cost no more time.",
+    ]
+    if flops:
+        article = costs.article_flops()["total"]
+        sentences.append(
+            f"One image costs {flops} (convolutions and linear layer, 2 per multiply-accumulate; the article "
+            f"counts {quantity(article, 'FLOP')} with BatchNorm, ReLU and additions); every rate uses "
+            "this one "
+            "count."
+        )
+    return " ".join(sentences)
+
+
+def honest_baseline(group: Group) -> str:
+    """What must be said in every report about baselines, and what the free steps gave here."""
+    text = (
+        "BatchNorm folding and `mx.compile` cost no custom kernel. The honest baseline for a custom "
+        "kernel is "
+        "therefore the network **folded and compiled** (`mlx-folded`), not only the network as written "
+        "(`mlx`)."
+    )
+    if not {"mlx", "mlx-folded"} <= set(group.backends):
+        return text + " This run did not measure both, so it cannot say what those two give."
+    found = compared(group, "mlx-folded", "mlx")
+    return text + f" Here `mlx-folded` is {by_verdict(found)} MLX as written."
+
+
+def prediction(group: Group) -> str:
+    """Prediction beside measurement, percent of the floor, and the missing term where they differ."""
+    rows, unexplained, far, beyond = [], 0, 0, []
+    for size in group.batch_sizes:
+        for backend in group.backends:
+            cost, measured = group.cost(backend, size), group.p50(backend, size)
+            if not cost or measured is None:
+                continue
+            floor, term = cost.get("floor_ms"), group.missing_term(backend, size)
+            counted = group.cell(backend, size).get("launches_counted")
+            launches = str(cost.get("launches"))
+            if counted is not None and counted != cost.get("launches"):
+                launches += f" ({counted} counted)"
+            elif counted is not None:
+                launches += " ✓"
+            if floor and floor > 1.05 * measured:
+                beyond.append(f"{backend} at batch {size}")
+            far += term is not None
+            unexplained += term == "unexplained"
+            rows.append(
+                {
+                    "batch": size,
+                    "backend": backend,
+                    "FLOP/byte": significant(cost.get("intensity")),
+                    "launches": launches,
+                    "arithmetic ms": _ms(cost.get("arithmetic_ms")),
+                    "bytes ms": _ms(cost.get("bytes_ms")),
+                    "launch ms": _ms(cost.get("launch_ms")),
+                    "floor ms": _ms(floor),
+                    "measured ms": _ms(measured),
+                    "of floor": percent(100 * floor / measured) if floor else None,
+                    f"missing term (from {MISSING_TERM_FROM:g}×)": term,
+                }
+            )
+    if not rows:
+        return ""
+    table = markdown_table(rows, left=["backend", f"missing term (from {MISSING_TERM_FROM:g}×)"])
+    text = (
+        "Floor = max(arithmetic, bytes) + launches × launch cost, from the ceilings measured in this "
+        "run; a floor "
+        "is what the hardware could do, not what is expected of a framework. “Of floor” is floor ÷ measured. "
+        "✓: the launches were also counted on MLX's graph. "
+        f"{count(far, 'cell')} of {len(rows)} {_are(far)} above {MISSING_TERM_FROM:g}× the floor"
+        + (f", {unexplained} of them unexplained." if unexplained else ".")
+    )
+    if beyond:
+        text += (
+            f" Faster than its floor: {_some(beyond)}; there a measured ceiling is below what the "
+            "machine can do "
+            "(larger caches, more threads)."
+        )
+    return f"{text}\n\n{table}"
+
+
+def ceilings_table(record: Record) -> str:
+    """The machine's measured limits, with the datasheet's where one is known."""
+    rows = []
+    for entry in record.environment.get("ceilings") or []:
+        what = {
+            "launch_wait": "an empty operation, launched and waited for",
+            "launch_chain": "one more dependent launch in a chain",
+            "copy": f"copy, working set {quantity(entry.get('bytes', 0), 'B')}",
+            "fma": f"multiply-adds, {entry.get('dtype', '')}",
+        }.get(entry["name"], entry["name"])
+        value = f"{significant(entry['value'])} {entry['unit']}" if "value" in entry else None
+        rows.append(
+            {
+                "limit": what,
+                "by": entry.get("source") or entry.get("framework"),
+                "on": entry.get("target"),
+                "measured": value or f"not measured: {entry.get('reason', 'no reason recorded')}",
+            }
+        )
+    if not rows:
+        return ""
+    text = markdown_table(rows, left=["by", "on"])
+    sheet = record.environment.get("datasheet")
+    if sheet:
+        text += (
+            f"\n\nDatasheet-class figures: {sheet['fp32_tflop_s']:g} TFLOP/s, {sheet['gb_s']:g} GB/s, "
+            f"ridge {sheet['ridge_flop_per_byte']:.0f} FLOP/byte (±10 %; the measured ceilings count)."
+        )
+    return text
+
+
+def clocks(group: Group) -> str:
+    """Each clock in a column of its own; ratios across columns are not formed."""
+    kinds = [k for k in ("latency", "throughput", "device", "python", "transfer") if _has(group, k)]
+    rows = []
+    for size in group.batch_sizes:
+        for backend in group.backends:
+            if group.p50(backend, size) is None:
+                continue
+            row: dict[str, Any] = {"batch": size, "backend": backend}
+            for kind in kinds:
+                row[f"{kind} ms"] = _ms(group.p50(backend, size, kind))
+            steady = group.p50(backend, size, "throughput")
+            row["images/s at P50"] = f"{group.throughput(backend, size):,.0f}"
+            row["images/s sustained"] = None if steady is None else f"{1e3 * size / steady:,.0f}"
+            rows.append(row)
+    meanings = "\n".join(f"- **{kind}**: {KINDS[kind]}" for kind in kinds)
+    missing = [kind for kind in ("throughput", "device", "python", "transfer") if kind not in kinds]
+    if missing:
+        why = {r for c in group.cells.values() for k, r in (c.get("left_out") or {}).items() if k in missing}
+        meanings += f"\n- not measured here: {words(missing)}" + (f" ({words(sorted(why))})" if why else "")
+    return (
+        f"Medians, ms per forward. A ratio is only formed within a column.\n\n{meanings}\n\n"
+        + markdown_table(rows, left=["backend"])
+    )
+
+
+def device_speedups(group: Group) -> str:
+    """Speedups by the device clock alone."""
+    if not _has(group, "device"):
+        return ""
+    sized = [
+        (name, size)
+        for name in group.backends
+        for size in group.batch_sizes
+        if group.p50(name, size, "device") is not None
+    ]
+    names = list(dict.fromkeys(name for name, _ in sized))
+    baseline = next((n for n in ("torch-graph", "torch", "mlx-folded", "mlx") if n in names), None)
+    if baseline is None or len(names) < 2:
+        return ""
+    rows = []
+    for size in group.batch_sizes:
+        row = {"batch": size}
+        for name in names:
+            if name != baseline:
+                row[f"{name}"] = verdict_cell(group.speedup(name, baseline, size, "device"))
+        rows.append(row)
+    return f"Device time, × {baseline}:\n\n" + markdown_table(rows, left=names)
+
+
+def lazy_trap(group: Group) -> str:
+    """Time until the call returns beside the true time, where the two differ."""
+    rows, worst, waiting = [], None, []
+    for backend in group.backends:
+        before = len(rows)
+        for size in _ends(group):
+            returned, true = group.p50(backend, size, "python"), group.p50(backend, size)
+            if returned is None or true is None or returned > 0.8 * true:
+                continue
+            rows.append(
+                {"backend": backend, "batch": size, "call returned after ms": _ms(returned)}
+                | {"result was there after ms": _ms(true), "false speedup": f"{ratio(true / returned)}×"}
+            )
+            if worst is None or true / returned > worst[0]:
+                worst = (true / returned, backend, size)
+        if len(rows) == before and any(group.p50(backend, n, "python") for n in _ends(group)):
+            waiting.append(backend)
+    if not rows and not waiting:
+        return ""
+    text = "A timer that stops when the call returns, without `mx.eval` or a device synchronise, "
+    if rows:
+        text += (
+            f"would report {worst[1]} at batch {worst[2]} {ratio(worst[0])} times too fast on this machine. "
+            "The column of ratios is the size of the error, not a speedup."
+        )
+    else:
+        text += "makes no difference for the backends measured here."
+    if waiting:
+        text += f" {_code(waiting)} return only with the result here, so the trap does not exist for them."
+    return f"{text}\n\n{markdown_table(rows)}" if rows else text
+
+
+def cold_start(group: Group) -> str:
+    """Import, build, first and second call, and peak memory, at the smallest and largest batch."""
+    rows = []
+    cold = group.rows[group.rows["kind"] == "cold"]
+    for backend in group.backends:
+        for size in _ends(group):
+            part = cold[(cold["backend"] == backend) & (cold["batch_size"] == size)]
+            times = dict(zip(part["trial"], part["latency_ms"], strict=True))
+            cell = group.cell(backend, size)
+            if not times:
+                continue
+            rows.append(
+                {
+                    "backend": backend,
+                    "batch": size,
+                    "import s": None if 0 not in times else significant(times[0] / 1e3, 2),
+                    "build s": significant(cell.get("build_s"), 2),
+                    "first call ms": _ms(times.get(1)),
+                    "second call ms": _ms(times.get(2)),
+                    "P50 ms": _ms(group.p50(backend, size)),
+                    "peak memory MB": None
+                    if cell.get("peak_memory_mb") is None
+                    else f"{cell['peak_memory_mb']:,.0f}",
+                }
+            )
+    if not rows:
+        return ""
+    text = markdown_table(rows)
+    workers = group.record.environment.get("workers") or {}
+    peaks = [
+        {"worker process": name, "import s": significant(facts.get("import_s"), 2)}
+        | {"peak memory MB": f"{facts['peak_memory_mb']:,.0f}"}
+        for name, facts in workers.items()
+        if facts.get("peak_memory_mb")
+    ]
+    return text + (f"\n\n{markdown_table(peaks)}" if peaks else "")
+
+
+def correctness(record: Record) -> str:
+    """The largest error of every backend against the float64 reference."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for check in record.checks:
+        key = (check["case"], check["backend"], check["dtype"])
+        row = rows.setdefault(key, {"checks": 0, "failed": 0, "error": None, "check": check})
+        row["checks"] += 1
+        row["failed"] += not check["passed"]
+        error = check.get("relative_error")
+        if error is not None and (row["error"] is None or error > row["error"]):
+            row |= {"error": error, "check": check}
+    if not rows:
+        return "No output was checked against a reference in this run."
+    table = markdown_table(
+        [
+            {
+                "case": case,
+                "backend": backend,
+                "dtype": dtype,
+                "checks": row["checks"],
+                "largest relative error": None if row["error"] is None else f"{row['error']:.1e}",
+                "allowed": f"{row['check']['tolerance']:.0e}" if row["check"].get("tolerance") else None,
+                "at batch": row["check"]["batch_size"],
+                "verdict": "**wrong, dropped**" if row["failed"] else "passed",
+            }
+            for (case, backend, dtype), row in rows.items()
+        ],
+        left=["backend", "dtype", "verdict"],
+    )
+    failed = sum(bool(row["failed"]) for row in rows.values())
+    text = (
+        "The output of the warm-up and the output of the last timed forward of every cell, against one "
+        "float64 "
+        "reference on the CPU; the error is the largest one, relative to the largest reference value. "
+    )
+    text += f"{count(failed, 'backend')} failed." if failed else "All passed."
+    return f"{text}\n\n{table}"
+
+
+def ladder_steps(group: Group) -> str:
+    """What each rung saved, with interval and verdict, split by the cost model."""
+    rows = []
+    for size in group.batch_sizes:
+        for step in ladder.steps(group, size):
+            bounds = step.saved_interval_ms
+            rows.append(
+                {
+                    "batch": size,
+                    "step": f"{step.base} → {step.rung}",
+                    "saved ms": _signed(step.saved_ms),
+                    "95 % interval": f"[{_signed(bounds[0])}, {_signed(bounds[1])}]" if bounds else None,
+                    "ratio": ratio(step.comparison.ratio),
+                    "this step": step.pays if step.pays != "costs" else "**costs**",
+                }
+                | {name: _signed(value) for name, value in step.model.items()}
+            )
+    if not rows:
+        return ""
+    changes = [f"- `{name}`: {text}" for name, text in ladder.CHANGES.items() if name in ladder.rungs(group)]
+    costly = [f"{row['step']} at batch {row['batch']}" for row in rows if "costs" in row["this step"]]
+    text = "Each rung against the one it is built on:\n\n" + "\n".join(changes) + "\n\n"
+    text += f"Steps that do not pay here: {_some(costly)}.\n\n" if costly else "No step costs time here.\n\n"
+    return (
+        text
+        + markdown_table(rows, left=["step", "this step"])
+        + "\n\nThe last five columns split the saving, in ms: what the cost model says the rungs differ by "
+        "in launches, bytes and arithmetic, what Python's own time (measured) differs by, and the rest: "
+        "kernels "
+        "that run nearer to the machine's limits, or farther from them. Bytes and arithmetic overlap in "
+        "time, "
+        "so the parts are bounds, not a sum that must come out."
+    )
+
+
+def winners(group: Group) -> str:
+    """Which rung wins at which batch, and where two rungs change places."""
+    among = ladder.rungs(group)
+    if len(among) < 2:
+        return ""
+    rows = []
+    for size, best, second, compared in ladder.winners(group, among):
+        overall = group.fastest(size)
+        against = group.speedup(best, overall, size) if overall != best else None
+        rows.append(
+            {
+                "batch": size,
+                "fastest rung": f"`{best}`",
+                "P50 ms": milliseconds(group.p50(best, size)),
+                "next": f"`{second}`" if second else None,
+                "× next": verdict_cell(compared),
+                "fastest of all": f"`{overall}`",
+                "rung × fastest of all": verdict_cell(against) if against else "1",
+            }
+        )
+    crossings = []
+    for i, first in enumerate(among):
+        for second in among[i + 1 :]:
+            for before, after, winner in ladder.crossovers(group, first, second):
+                loser = first if winner == second else second
+                crossings.append(f"- `{winner}` overtakes `{loser}` between batch {before} and {after}")
+    text = markdown_table(rows, left=["fastest rung", "next", "fastest of all"])
+    if crossings:
+        return f"{text}\n\nCrossovers between rungs (decided verdicts only):\n\n" + "\n".join(crossings)
+    return f"{text}\n\nNo two rungs change places between the batch sizes measured."
+
+
+def launches(group: Group) -> str:
+    """Launches of every backend: by the cost model, and counted where the platform allows."""
+    rows = []
+    for backend in group.backends:
+        cells = [group.cell(backend, size) for size in group.batch_sizes]
+        predicted = {(cell.get("cost") or {}).get("launches") for cell in cells} - {None}
+        counted = {cell.get("launches_counted") for cell in cells} - {None}
+        if predicted or counted:
+            rows.append(
+                {
+                    "backend": backend,
+                    "launches by the model": words(sorted(predicted)) if predicted else None,
+                    "counted": words(sorted(counted)) if counted else "not counted",
+                }
+            )
+    return markdown_table(rows)
+
+
+def layer_shares(found: Sequence[Group]) -> str:
+    """Time by layer type beside multiply-accumulates: was depthwise the bottleneck?"""
+    timed = [group for group in found if group.study == "layers"]
+    if not timed:
+        return ""
+    parts = {group.case: group for group in timed}
+    macs = costs.mac_shares()
+    rows, sentences = [], []
+    first = timed[0]
+    for backend in first.backends:
+        for size in first.batch_sizes:
+            times = {case: group.p50(backend, size) for case, group in parts.items()}
+            times = {case: value for case, value in times.items() if value is not None}
+            total = sum(times.values())
+            if not total:
+                continue
+            for case, value in times.items():
+                share = 100 * value / total
+                mac_share = 100 * macs.get(case, 0.0)
+                rows.append(
+                    {"backend": backend, "batch": size, "layers": case, "ms": _ms(value)}
+                    | {"share of time": percent(share), "share of multiply-accumulates": percent(mac_share)}
+                )
+            if "depthwise" in times:
+                largest = max(times, key=times.get)
+                share = percent(100 * times["depthwise"] / total)
+                sentences.append(
+                    f"{backend}, batch {size}: depthwise takes {share} of the time"
+                    + (", the largest part" if largest == "depthwise" else f"; the largest part is {largest}")
+                )
+    text = "Was depthwise the bottleneck, as the article says? " + "; ".join(sentences) + "."
+    return f"{text}\n\n{markdown_table(rows, left=['layers'])}"
+
+
+def ablation(found: Sequence[Group]) -> str:
+    """The article's “free” BatchNorm and ReLU: the depthwise kernel with one part more each time."""
+    timed = [group for group in found if group.study == "ablation"]
+    if len(timed) < 2:
+        return ""
+    rows = []
+    for backend in timed[0].backends:
+        for size in timed[0].batch_sizes:
+            first = timed[0].sample(backend, size)
+            for group in timed:
+                trials = group.sample(backend, size)
+                if trials is None:
+                    continue
+                compared = speedup(trials, first, paired=False) if group is not timed[0] and first else None
+                rows.append(
+                    {"backend": backend, "batch": size, "kernel": group.case, "P50 ms": _ms(trials.p50)}
+                    | {f"× {timed[0].case}": "1" if compared is None else verdict_cell(compared)}
+                )
+    return "What the additions to the depthwise kernel cost; free means *equivalent*.\n\n" + markdown_table(
+        rows, left=["kernel"]
+    )
+
+
+def other_cases(found: Sequence[Group]) -> str:
+    """Cases beside the network: P50 and speedups of each."""
+    texts = []
+    for group in found:
+        if group.study in ("layers", "ablation"):
+            continue
+        baselines = comparison_baselines(group) or group.backends[:1]
+        rows = []
+        for size in group.batch_sizes:
+            for backend in group.backends:
+                summary = group.summary(backend, size)
+                if summary is None:
+                    continue
+                row = {"batch": size, "backend": backend, "P50 ms": milliseconds(summary.p50)}
+                row["P95 ms"] = None if summary.p95 is None else milliseconds(summary.p95)
+                for baseline in baselines:
+                    compared = group.speedup(backend, baseline, size) if backend != baseline else None
+                    row[f"× {baseline}"] = "1" if backend == baseline else verdict_cell(compared)
+                rows.append(row)
+        texts.append(f"### {group.case}, {group.dtype}\n\n{markdown_table(rows, left=['backend'])}")
+    return "\n\n".join(texts)
+
+
+def precision(found: Sequence[Group]) -> str:
+    """Half precision against float32, for every backend that ran both."""
+    full = next((g for g in found if is_network(g) and g.dtype == "float32"), None)
+    halves = [g for g in found if is_network(g) and g.dtype != "float32"]
+    if full is None or not halves:
+        return ""
+    rows = []
+    for half in halves:
+        for size in half.batch_sizes:
+            for backend in half.backends:
+                ours, theirs = half.sample(backend, size), full.sample(backend, size)
+                if ours is None or theirs is None:
+                    continue
+                rows.append(
+                    {"batch": size, "backend": backend, f"{half.dtype} ms": _ms(ours.p50)}
+                    | {"float32 ms": _ms(theirs.p50)}
+                    | {"× float32": verdict_cell(speedup(ours, theirs, paired=False))}
+                )
+    return markdown_table(rows, left=["backend"])
+
+
+def apple_prediction() -> str:
+    """What the cost model says about Apple's chips, beside what was published for one of them."""
+    rows = []
+    cells = [(rung, size) for size in PREDICTED_BATCHES for rung in PREDICTED_RUNGS]
+    row = {"chip": f"**{published.MACHINE}, published**"}
+    for rung, size in cells:
+        known = published.P50_MS.get(rung, {}).get(size)
+        row[f"{rung}, {size}"] = f"**{milliseconds(known)}**" if known else None
+    rows.append(row)
+    for chip in machine.APPLE_CHIPS:
+        row = {"chip": chip}
+        for rung, size in cells:
+            row[f"{rung}, {size}"] = milliseconds(predict_apple(chip, rung, size))
+        rows.append(row)
+    near, far = [], []
+    for rung in ("mlx", "mlx-fused"):
+        for size in published.BATCH_SIZES:
+            off = published.P50_MS[rung][size] / predict_apple("M1", rung, size)
+            (near if 1 / 1.25 <= off <= 1.25 else far).append((rung, size, off))
+    text = (
+        "**A prediction, not a measurement**: max(arithmetic, bytes) from datasheet figures (±10 %) plus "
+        f"{1e3 * published.LAUNCH_MS:.0f} µs per launch, which is what the published M1 figures at batch "
+        "1 come "
+        "to per launch. Newer chips, systems and versions of MLX may launch faster; then the small "
+        "batches are "
+        "overestimated. ms per forward, float32; column: rung, batch."
+    )
+    if near:
+        text += f" Within 25 % of the published figure: {_some([f'{r} at batch {n}' for r, n, _ in near])}."
+    if far:
+        low, high = min(o for *_, o in far), max(o for *_, o in far)
+        text += (
+            f" In the other {len(far)} published cells the M1 took {span(low, high)} times the "
+            "prediction: its "
+            "kernels were far from the chip's limits, so part of the published gain of fusion is over a slow "
+            "path, which a current MLX may not take."
+        )
+    return f"{text}\n\n{markdown_table(rows)}"
+
+
+def predict_apple(chip: str, rung: str, batch_size: int, dtype: str = "float32") -> float:
+    """Predicted ms per forward of a rung on an Apple chip (a key of machine.APPLE_CHIPS)."""
+    _, tflops, bandwidth = machine.APPLE_CHIPS[chip]
+    nbytes = costs.activation_bytes(rung, dtype) * batch_size + costs.weight_bytes(dtype)
+    arithmetic_ms = costs.FLOPS * batch_size / tflops / 1e9
+    bytes_ms = nbytes / bandwidth / 1e6
+    return max(arithmetic_ms, bytes_ms) + len(costs.launches(rung)) * published.LAUNCH_MS
+
+
+def reliability(group: Group, again: Record | None) -> str:
+    """How far verdicts can be trusted: synthetic calibration, the real false-positive rate, round counts."""
+    known = statistics.CALIBRATION
+    text = (
+        "Intervals come from a bootstrap over rounds (95 %, seeded); the method is in "
+        "`scr/harness/statistics.py`. On synthetic latencies with known ratio (normal, heavy-tailed, "
+        "drifting, "
+        f"bimodal; 10 to 200 trials) they hold the true ratio in {known['least_coverage_percent']:.1f} % "
+        "of the "
+        f"repeats or more, {known['mean_coverage_percent']:.1f} % on average; equal backends are called "
+        "faster "
+        f"or slower in {known['most_false_percent']:.1f} % or fewer, {known['mean_false_percent']:.1f} % on "
+        "average (`tests/test_statistics.py` repeats this)."
+    )
+    rate = false_positives(again) if again is not None else None
+    if rate is None:
+        return text + " No run of the same backends under two names (`make aa`) is stored beside this one."
+    wrong, pairs, worst = rate
+    text += (
+        f" For real, on {again.environment['chip']}: the same backend under two names was called faster or "
+        f"slower in {wrong} of {count(pairs, 'comparison')} ({percent(100 * wrong / pairs)})"
+    )
+    return text + (f", the largest ratio being {interval(worst)}." if worst and wrong else ".")
+
+
+def base_name(backend: str) -> str:
+    """The backend that "mlx-again" is once more; its own name for any other."""
+    return backend.removesuffix("-again")
+
+
+def false_positives(record: Record) -> tuple[int, int, statistics.Comparison | None] | None:
+    """(false verdicts, comparisons, the most extreme comparison) of a run with NAME and NAME-again."""
+    found = [
+        group.speedup(name, base_name(name), size)
+        for group in groups(record)
+        for name in group.backends
+        if base_name(name) != name
+        for size in group.batch_sizes
+    ]
+    found = [one for one in found if one is not None and one.low is not None]
+    if not found:
+        return None
+    wrong = [one for one in found if one.verdict in ("faster", "slower")]
+    worst = max(found, key=lambda one: abs(np.log(one.ratio)))
+    return len(wrong), len(found), worst
+
+
+def is_network(group: Group) -> bool:
+    """Whether the group is the network that the article is about."""
+    return (group.study, group.case) == ("mnist", "network")
+
+
+def _where(group: Group, backend: str, size: int) -> str:
+    """A cell in words."""
+    text = f"{backend} at batch {size}"
+    return text if is_network(group) and group.dtype == "float32" else f"{text} ({group.case}, {group.dtype})"
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    """A list in words, cut after `most`."""
+    if len(names) <= most:
+        return words(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def _state(cell: dict[str, Any]) -> str | None:
+    """The cell's state with the size of its drift."""
+    if cell.get("state") == "drifting":
+        return f"drifting {cell['drift_percent']:+.0f} %"
+    return cell.get("state")
+
+
+def _ends(group: Group) -> list[int]:
+    """The smallest and the largest batch size."""
+    return list(dict.fromkeys((group.batch_sizes[0], group.batch_sizes[-1])))
+
+
+def _has(group: Group, kind: str) -> bool:
+    """Whether any row of the group is of this kind."""
+    return bool((group.rows["kind"] == kind).any())
+
+
+def _ms(value: float | None) -> str | None:
+    """A time in ms, or None."""
+    return None if value is None else milliseconds(value)
+
+
+def _signed(value: float | None) -> str | None:
+    """A difference of times in ms, with its sign; below half a microsecond it is 0."""
+    if value is None:
+        return None
+    if abs(value) < 5e-4:
+        return "0"
+    return f"{'−' if value < 0 else '+'}{milliseconds(abs(value))}"
+
+
+def _code(names: Sequence[str]) -> str:
+    """Names as code, in words."""
+    return words([f"`{name}`" for name in names])
+
+
+def _are(number: int) -> str:
+    """Is or are."""
+    return "is" if number == 1 else "are"

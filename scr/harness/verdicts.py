@@ -1,0 +1,166 @@
+"""What pays on this machine, in five sentences computed from a group of a record."""
+
+from harness.analysis import OWN_KERNELS, PEERS, PLAIN, Group
+from harness.statistics import NOISY_CV_PERCENT, Comparison
+from harness.tables import count, interval, milliseconds, percent, ratio, span, words
+
+
+def five_sentences(group: Group) -> list[str]:
+    """What to use; the article's kernel; kernels against what is free; where the time goes; how sure."""
+    return [
+        fastest_sentence(group),
+        article_sentence(group),
+        kernels_sentence(group),
+        limit_sentence(group),
+        trust_sentence(group),
+    ]
+
+
+def fastest_sentence(group: Group) -> str:
+    """Which backend is fastest at which batch, and how far ahead of the peer."""
+    peer = group.first_of(PEERS)
+    spans: list[tuple[str, list[int]]] = []
+    level: list[str] = []
+    for size in group.batch_sizes:
+        best = group.fastest(size)
+        if spans and spans[-1][0] == best:
+            spans[-1][1].append(size)
+        else:
+            spans.append((best, [size]))
+        level += _level(group, best, size)
+    parts = []
+    for best, sizes in spans:
+        text = f"`{best}` at batch {words(sizes)} ({milliseconds(group.p50(best, sizes[0]))}"
+        text += f" to {milliseconds(group.p50(best, sizes[-1]))} ms" if len(sizes) > 1 else " ms"
+        found = [group.speedup(best, peer, n) for n in sizes] if peer and best != peer else []
+        text += f"; {against(found, sizes, peer)})" if any(found) else ")"
+        parts.append(text)
+    text = f"**Fastest here** is {words(parts, 'then')}"
+    return text + (f"; not decidedly faster than {words(level)}." if level else ".")
+
+
+def _level(group: Group, best: str, size: int) -> list[str]:
+    """Backends that the fastest one is not decidedly faster than."""
+    others = [name for name in group.backends if name != best and group.p50(name, size) is not None]
+    return [
+        f"`{name}` at batch {size}" for name in others if group.speedup(best, name, size).verdict != "faster"
+    ]
+
+
+def article_sentence(group: Group) -> str:
+    """What the article's kernel gives over MLX as written, beside what was published."""
+    start = "**The article's kernel** (`mlx-fused`)"
+    found = compared(group, "mlx-fused", "mlx")
+    if not found:
+        return f"{start} was not measured beside `mlx` in this run, so its gain here is unknown."
+    text = f"{start} is {by_verdict(found)} MLX as written"
+    return text + " (published for an M1: 1.49–2.89 times faster)."
+
+
+def kernels_sentence(group: Group) -> str:
+    """The best of our kernels against the best that costs no kernel."""
+    own = tuple(name for name in OWN_KERNELS if name in group.backends)
+    free = tuple(name for name in PLAIN if name in group.backends)
+    if not own or not free:
+        return "**Custom kernels**: this run lacks them or MLX without them, so it cannot say if they pay."
+    honest = "mlx-folded" in free
+    found = []
+    for size in group.batch_sizes:
+        best, plain = group.fastest(size, own), group.fastest(size, free)
+        if best and plain:
+            found.append((size, group.speedup(best, plain, size)))
+    if not found:
+        return "**Custom kernels** and MLX without them share no batch size in this run."
+    text = f"**Custom kernels**: the best of them is {by_verdict(found)} the best MLX without any"
+    text += "" if honest else " in this run, which lacks the honest baseline, folded and compiled"
+    peers = tuple(n for n in group.backends if n.startswith("torch") or n == "onnxruntime")
+    peer_found = []
+    for size in group.batch_sizes:
+        best, peer = group.fastest(size, own), group.fastest(size, peers) if peers else None
+        if best and peer:
+            peer_found.append((size, group.speedup(best, peer, size)))
+    if peer_found:
+        text += f", and {by_verdict(peer_found)} the best of {words([f'`{n}`' for n in peers])}"
+    return text + "."
+
+
+def limit_sentence(group: Group) -> str:
+    """How near the fastest backend is to the machine's limits, and what bounds it."""
+    parts = []
+    for size in dict.fromkeys((group.batch_sizes[0], group.batch_sizes[-1])):
+        best = group.fastest(size)
+        cost, floor, median = group.cost(best, size), group.floor_ms(best, size), group.p50(best, size)
+        if not floor:
+            continue
+        terms = {
+            "launches": cost.get("launch_ms") or 0.0,
+            "bytes": cost["bytes_ms"],
+            "arithmetic": cost["arithmetic_ms"],
+        }
+        text = (
+            f"at batch {size} `{best}` reaches {percent(100 * floor / median)} of its floor of "
+            f"{milliseconds(floor)} ms, most of which is {max(terms, key=terms.get)}"
+        )
+        missing = group.missing_term(best, size)
+        parts.append(text + (f" (missing: {missing})" if missing else ""))
+    if not parts:
+        return "**The limit**: no ceilings were measured in this run, so no floor can be given."
+    return f"**The limit**: {'; '.join(parts)}."
+
+
+def trust_sentence(group: Group) -> str:
+    """How quiet the machine was and how many comparisons were decided."""
+    cells = [(n, s) for n in group.backends for s in group.batch_sizes if group.p50(n, s) is not None]
+    states = [group.cell(*cell).get("state") for cell in cells]
+    noisy = sum(group.summary(*cell).noisy for cell in cells)
+    text = f"**How sure**: of {count(len(cells), 'cell')} {states.count('steady')} were steady"
+    text += f", {states.count('drifting')} drifted, {states.count('few')} have too few trials for a P95"
+    text += f", {noisy} scattered by more than {NOISY_CV_PERCENT:.0f} %"
+    decided, pairs = 0, 0
+    for size in group.batch_sizes:
+        here = [n for n in group.backends if group.p50(n, size) is not None]
+        for i, first in enumerate(here):
+            for second in here[i + 1 :]:
+                pairs += 1
+                decided += group.speedup(first, second, size).verdict != "undecided"
+    return text + (f"; {decided} of {count(pairs, 'pair')} of backends are decided." if pairs else ".")
+
+
+def compared(group: Group, backend: str, baseline: str) -> list[tuple[int, Comparison]]:
+    """(batch, comparison) wherever both were measured."""
+    found = [(size, group.speedup(backend, baseline, size)) for size in group.batch_sizes]
+    return [(size, one) for size, one in found if one is not None]
+
+
+def by_verdict(found: list[tuple[int, Comparison]]) -> str:
+    """What comparisons say, worded to stand before a noun: 1.2–1.4 times faster (batch 1 and 16) than."""
+    phrases = {
+        "faster": "{} times faster (batch {}) than",
+        "slower": "slower, {} times as fast (batch {}), than",
+        "equivalent": "equivalent (batch {1}) to",
+        "undecided": "not decidedly different ({} times as fast, batch {}) from",
+    }
+    parts = []
+    for verdict, phrase in phrases.items():
+        chosen = [(size, one) for size, one in found if one.verdict == verdict]
+        if not chosen:
+            continue
+        ratios = [one.ratio for _, one in chosen]
+        shown = interval(chosen[0][1]) if len(chosen) == 1 else span(min(ratios), max(ratios))
+        parts.append(phrase.format(shown, words([size for size, _ in chosen])))
+    return words(parts)
+
+
+def against(found: list[Comparison | None], sizes: list[int], peer: str) -> str:
+    """Ratios against a peer in words, undecided ones said to be."""
+    known = [one for one in found if one is not None]
+    if len(known) == 1:
+        return f"{interval(known[0])} times as fast as {peer}{_unless_faster(known)}"
+    ratios = [one.ratio for one in known]
+    return f"{ratio(min(ratios))} to {ratio(max(ratios))} times as fast as {peer}{_unless_faster(known)}"
+
+
+def _unless_faster(found: list[Comparison]) -> str:
+    """The verdicts, where they are not all what the ratios suggest."""
+    verdicts = list(dict.fromkeys(one.verdict for one in found))
+    return "" if verdicts == ["faster"] else f", {words(verdicts)}"
