@@ -75,7 +75,7 @@ def load_digits(data_dir: Path | str, download: bool = True) -> Digits:
     """
     raw = _raw_folder(data_dir)
     found = _find(raw, tuple(FILES))
-    source = f"MNIST, IDX files in {shown(raw)}"
+    source = "MNIST, IDX files from disk"
     if not found and download:
         problem = download_files(data_dir)
         if problem is None:
@@ -100,7 +100,7 @@ def test_digits(data_dir: Path | str) -> tuple[np.ndarray, np.ndarray, str]:
         subset = _packaged()
         return subset.test_images, subset.test_labels, subset.source
     (images, labels), _ = _read(found)
-    return images, labels, f"MNIST test set, IDX files in {shown(raw)}"
+    return images, labels, "MNIST test set, IDX files from disk"
 
 
 test_digits.__test__ = False  # the name is the set's, not a test's, for pytest when it is imported

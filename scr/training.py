@@ -82,7 +82,7 @@ CANDIDATES = {
         replace(_AUGMENTED, name="longer", epochs=60),
     )
 }
-CHOSEN = "augmented"
+CHOSEN = "smoothed"
 RECIPES = {
     "default": Recipe("default", 7, 128, "adam", 1e-3, 1e-4),
     "best": replace(CANDIDATES[CHOSEN], name="best"),
