@@ -39,7 +39,7 @@ def lint(source: str) -> list[str]:
     declared += re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", code)
     types = rf"(?:{'|'.join([*SCALARS.split(), *declared])})(?:[234]\b|\b)(?:\s*<[^<>;]*>)?"
     # 4: every pointer and reference names its address space.
-    pointer = rf"((?:\b\w+\s+)*){types}\s*(?:const\s*)?[*&]\s*(?:const\s+)?\(?(?=\w|[,>)])"
+    pointer = rf"((?:\b\w+\s+)*)\b{types}\s*(?:const\s*)?[*&]\s*(?:const\s+)?\(?(?=\w|[,>)])"
     for match in re.finditer(pointer, code):
         if not set(match[1].split()) & {*SPACES, "typedef"} and not _is_product(match):
             complaints.append(f"no address space: {match[0].strip()}…")

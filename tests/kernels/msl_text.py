@@ -185,12 +185,12 @@ def _captured_output() -> Iterator[Callable[[], str]]:
 @contextmanager
 def metal_device(run: Callable[[Launch], Sequence[np.ndarray]]) -> Iterator[None]:
     """Inside the block every launch on the metal target is handed to `run`, which returns its outputs."""
-    real, unavailable = mx.fast.metal_kernel, launcher.unavailable
+    stand_in = functools.partial(StandIn, run, mx.fast.metal_kernel)
     launcher._gpu_kernel.cache_clear()
     try:
         with (
-            mock.patch.object(mx.fast, "metal_kernel", functools.partial(StandIn, run, real)),
-            mock.patch.object(launcher, "unavailable", lambda t: None if t == "metal" else unavailable(t)),
+            mock.patch.object(mx.fast, "metal_kernel", stand_in),
+            mock.patch.object(mx.metal, "is_available", lambda: True),
         ):
             yield
     finally:
