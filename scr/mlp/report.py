@@ -1,0 +1,426 @@
+"""The study's report, plots and tables, from the stored record and traces alone."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from harness import plots
+from harness.paths import write_atomic
+from harness.record import Record
+from harness.sections import machine_table
+from harness.tables import count, markdown_table, percent, significant, verdict_cell, words
+from mlp import claims, timeline, traces
+from mlp.view import View
+
+TITLES = {
+    1: "matmul + add: overhead against arithmetic",
+    2: "nn.Linear: one kernel",
+    3: "A ReLU MLP: launches, graphs, backward",
+    4: "GeGLU: five kernels, four, three",
+    5: "Two layers in one kernel",
+    6: "What may be merged",
+    7: "Mistakes",
+}
+# The case of each experiment whose timelines are drawn: the first whose name starts so.
+DRAWN = {
+    1: "matmul+add",
+    2: "linear",
+    3: "mlp",
+    4: "geglu ",
+    5: "two layers",
+    6: "gate+up",
+    7: "graph break",
+}
+
+
+def build(record: Record, output: Path, markdown: Path) -> None:
+    """Write the plots to `output`/plots and the report to `markdown`."""
+    view = View(record)
+    plots.register(dict.fromkeys(cell["backend"] for cell in record.cells))
+    pictures = {number: draw(view, number, output) for number in TITLES if view.cases(number)}
+    widths = draw_widths(view, output / "plots" / "two_layers.png")
+    folder = Path(os.path.relpath(output, markdown.parent)).as_posix()
+    parts = [
+        "# From nn.Linear to a fused MLP",
+        introduction(view),
+        "## Claims and verdicts\n\n" + claims_table(view),
+        "## What changed, what stayed the same\n\n" + changes(view),
+    ]
+    for number in pictures:
+        parts.append(f"## {number}. {TITLES[number]}\n\n" + experiment(view, number))
+        if number == 5 and widths:
+            parts.append(f"![Two layers over widths]({folder}/plots/two_layers.png)")
+        if pictures[number]:
+            parts.append(f"![Timelines of {pictures[number]}]({folder}/plots/timeline_{number}.png)")
+    parts += [
+        "## Predictions that did not hold\n\n" + refuted(view),
+        "## Not run here\n\n" + left_out(view),
+        "## The run\n\n" + machine_table(record) + "\n\n" + precision(view),
+        files(folder),
+    ]
+    write_atomic(markdown, "\n\n".join(part for part in parts if part) + "\n")
+
+
+def introduction(view: View) -> str:
+    """What was done and how to read it."""
+    facts = view.record.environment
+    done = [cell for cell in view.record.cells if "verdict" in cell]
+    held = sum(cell["verdict"] == "confirmed" for cell in done)
+    device = (facts.get("gpu") or {}).get("name") if view.device != "cpu" else facts["chip"]
+    return (
+        f"Run on {device} ({view.device}). Every way of running every case was predicted first (kernels by "
+        "kind, bytes, operations, the least time), then profiled (one step of waiting, one of warm-up, three "
+        f"counted), then timed against the others in random order. Of {count(len(done), 'prediction')} of "
+        f"kernels {held} held; the rest is explained below or said to be open. Ratios say how many times "
+        "faster a way is than its baseline, with the 95 % interval over rounds; within ±2 % counts as "
+        "equivalent. The floor is the time that the predicted operations and bytes need at the rates "
+        "measured in this run."
+    )
+
+
+def claims_table(view: View) -> str:
+    """All claims with verdicts."""
+    rows = [
+        {
+            "claim": claim.claim,
+            "test": claim.test,
+            "observed": claim.observed,
+            "verdict": f"**{claim.verdict}**",
+        }
+        for claim in claims.all_claims(view)
+    ]
+    return markdown_table(rows, left=("test", "observed", "verdict"))
+
+
+def changes(view: View) -> str:
+    """The article's closing table, filled from the traces: eager against compiled."""
+    rows = []
+    for number in TITLES:
+        for case, dtype in view.cases(number):
+            cells = [view.cell(case, name, dtype) for name in ("torch", "torch-compile")]
+            if None in cells:
+                continue
+            eager, compiled = (cell["observed"] for cell in cells)
+            gemms = [
+                {
+                    name: n
+                    for name, n in seen["names"].items()
+                    if traces.is_gemm(name) or name in traces.PRODUCTS
+                }
+                for seen in (eager, compiled)
+            ]
+            rows.append(
+                {
+                    "case": f"{case}, {dtype}",
+                    "kernels": f"{_kernels(eager)} → {_kernels(compiled)}",
+                    "GEMM kernels": "the same" if gemms[0] == gemms[1] else _gemm_change(*gemms),
+                    "other kernels": f"{_others(eager)} → {_others(compiled)}",
+                    "operators": f"{eager['operators']:g} → {compiled['operators']:g}",
+                    "wall": verdict_cell(view.ratio(case, "torch-compile", "torch", dtype)),
+                }
+            )
+    note = "Eager → compiled, per step. Operators are PyTorch operators called on the CPU, nested ones too."
+    return markdown_table(rows, left=("kernels", "GEMM kernels", "other kernels", "wall")) + "\n\n" + note
+
+
+def _kernels(observed: dict[str, Any]) -> str:
+    """Number of kernels, without memory copies and sets."""
+    return f"{sum(n for kind, n in observed['kernels'].items() if not kind.startswith('mem')):g}"
+
+
+def _others(observed: dict[str, Any]) -> str:
+    """Kernels that are no products, by kind."""
+    kinds = [
+        f"{n:g} {kind}" for kind, n in observed["kernels"].items() if kind != "gemm" and "mem" not in kind
+    ]
+    return words(kinds) or "none"
+
+
+def _gemm_change(before: dict[str, float], after: dict[str, float]) -> str:
+    """In words how the set of GEMM kernels changed."""
+    if sum(before.values()) == sum(after.values()):
+        return "as many, other names"
+    return f"{sum(before.values()):g} → {sum(after.values()):g}"
+
+
+def experiment(view: View, number: int) -> str:
+    """Predictions, times and notes of one experiment."""
+    parts = [prediction_table(view, number), time_table(view, number)]
+    parts += {1: [cold(view)], 2: [names(view, number)], 4: [shapes(view), parameters(view)]}.get(number, [])
+    parts += {5: [two_layers(view)], 6: [merges(view)]}.get(number, [])
+    return "\n\n".join(part for part in parts if part)
+
+
+def prediction_table(view: View, number: int) -> str:
+    """Prediction, observation and verdict of every way."""
+    rows = []
+    for cell in view.cells(experiment=number):
+        seen = cell["observed"]
+        predicted = cell.get("prediction", {}).get("kernels", {})
+        rows.append(
+            {
+                "case": f"{cell['case']}, {cell['dtype']}",
+                "way": cell["backend"],
+                "predicted": words([f"{n:g} {kind}" for kind, n in predicted.items()]),
+                "observed": words([f"{n:g} {kind}" for kind, n in seen["kernels"].items()]),
+                "launches": f"{seen['launches']:g}" if seen["device"] == "gpu" else None,
+                "graph launches": f"{seen['graph_launches']:g}" if seen["device"] == "gpu" else None,
+                "operators": f"{seen['operators']:g}",
+                "outside kernels": percent(100 * seen["idle_share"]),
+                "verdict": cell.get("verdict"),
+            }
+        )
+    return markdown_table(rows, left=("way", "predicted", "observed", "verdict"))
+
+
+def time_table(view: View, number: int) -> str:
+    """Times of every way, and the ratio to the first of its case."""
+    rows = []
+    for case, dtype in view.cases(number):
+        ways = [cell for cell in view.cells(case=case, dtype=dtype) if "observed" in cell]
+        base = ways[0]["backend"]
+        for cell in ways:
+            p50, device = view.p50(cell), view.p50(cell, "device")
+            floor = cell.get("prediction", {}).get("floor_ms")
+            clock = "device" if device else "latency"
+            rows.append(
+                {
+                    "case": f"{case}, {dtype}",
+                    "way": cell["backend"],
+                    "P50 ms": significant(p50),
+                    "variation": percent(view.cv(cell)),
+                    "device ms": significant(device),
+                    "floor ms": significant(floor),
+                    "of the floor": percent(100 * floor / (device or p50)) if floor and p50 else None,
+                    "wall, × faster": verdict_cell(_against(view, cell, base, "latency")),
+                    "device, × faster": verdict_cell(_against(view, cell, base, clock)) if device else None,
+                    "compile s": significant(cell.get("compile_s"), 2),
+                    "first call ms": significant(cell["first_ms"]),
+                    "state": cell["state"] if cell["state"] != "steady" else None,
+                }
+            )
+    return markdown_table(rows, left=("way", "wall, × faster", "device, × faster"))
+
+
+def _against(view: View, cell: dict[str, Any], base: str, kind: str) -> Any:
+    """The ratio of a cell to the first way of its case; None for that way itself."""
+    if cell["backend"] == base:
+        return None
+    return view.ratio(cell["case"], cell["backend"], base, cell["dtype"], kind)
+
+
+def cold(view: View) -> str:
+    """Cold against warm calls."""
+    lines = []
+    for cell in view.cells(experiment=1, backend="torch"):
+        p50 = view.p50(cell)
+        if p50:
+            lines.append(
+                f"{cell['case']}: first call {significant(cell['first_ms'])} ms, second "
+                f"{significant(cell['second_ms'])} ms, warm {significant(p50)} ms"
+            )
+    return f"Cold and warm: {'; '.join(lines)}." if lines else ""
+
+
+def names(view: View, number: int) -> str:
+    """Kernel names with what they say."""
+    rows = []
+    for cell in view.cells(experiment=number):
+        for name, launches in cell["observed"]["names"].items():
+            decoded = traces.decode_gemm(name) if traces.is_gemm(name) and view.device == "cuda" else None
+            rows.append(
+                {
+                    "way": cell["backend"],
+                    "kernel": f"`{name if len(name) < 90 else name[:87] + '…'}`",
+                    "per step": f"{launches:g}",
+                    "µs per step": significant(cell["observed"]["kernel_us"].get(name)),
+                    "layout": decoded and decoded.layout,
+                    "tile": decoded and decoded.tile,
+                }
+            )
+    return markdown_table(rows, left=("kernel", "layout", "tile"))
+
+
+def shapes(view: View) -> str:
+    """What changing rows cost, by policy."""
+    rows = []
+    for entry in view.findings.get("shape changes", []):
+        times = entry.get("first_call_s")
+        rows.append(
+            {
+                "rows change": entry["policy"],
+                "graphs": entry.get("graphs"),
+                "first call per shape, s": times and ", ".join(significant(t, 2) for t in times),
+                "together, s": times and significant(sum(times)),
+                "why not": entry.get("reason"),
+            }
+        )
+    return markdown_table(rows, left=("first call per shape, s", "why not"))
+
+
+def parameters(view: View) -> str:
+    """Fixed launch parameters against tuned ones."""
+    found = view.findings.get("launch parameters", [])
+    lines = []
+    for rows in dict.fromkeys(entry["rows"] for entry in found):
+        tried = [entry for entry in found if entry["rows"] == rows]
+        fixed = next(entry for entry in tried if entry["fixed"])
+        best = min(tried, key=lambda entry: entry["us"])
+        lines.append(
+            f"at {rows:,} rows the fixed choice (block {fixed['block']}, {fixed['warps']} warps) takes "
+            f"{significant(fixed['us'])} µs, the best of {len(tried)} (block {best['block']}, "
+            f"{best['warps']} warps) {significant(best['us'])} µs"
+        )
+    return f"Launch parameters of our GeGLU kernel: {'; '.join(lines)}." if lines else ""
+
+
+def two_layers(view: View) -> str:
+    """Where the fused two-layer kernel wins and where it loses, and why."""
+    gains = {}
+    for name in view.case_names(lambda n: n.startswith("two layers ") and n.split()[-1].isdigit()):
+        gain = view.ratio(name, "triton", "torch-compile", kind=view.clock(name))
+        if gain:
+            gains[int(name.split()[-1])] = gain
+    if not gains:
+        return "The fused kernel was not timed here: it needs an NVIDIA GPU. The tests check its results."
+    won = [width for width, gain in gains.items() if gain.verdict == "faster"]
+    lost = [width for width, gain in gains.items() if gain.verdict == "slower"]
+    text = f"Against compile, by device time, the fused kernel wins at widths {words(won) or 'none'}"
+    text += f" and loses at {words(lost) or 'none'}. "
+    widest = max(gains)
+    cells = {name: view.cell(f"two layers {widest}", name) for name in ("triton", "torch-compile")}
+    times = {name: view.p50(cell, view.clock(cell["case"])) for name, cell in cells.items()}
+    work = cells["triton"]["prediction"]["flops"] / cells["torch-compile"]["prediction"]["flops"]
+    rate = {name: cell["prediction"]["flops"] / times[name] / 1e9 for name, cell in cells.items()}
+    return text + (
+        f"At width {widest} it does {significant(work, 2)} × the operations, since every tile of output "
+        f"columns computes the hidden layer again, and reaches {significant(rate['triton'])} TFLOP/s of them "
+        f"against {significant(rate['torch-compile'])}: with 128 rows it has few programs, each of them long."
+    )
+
+
+def merges(view: View) -> str:
+    """Errors of the legal merges and of the counterexample."""
+    rows = [
+        {
+            "merge": entry["name"],
+            "what the pass did": words(entry.get("merges", [])) or "refuses: an activation stands between",
+            "error merged": f"{entry['error']:.2g}",
+            "error unmerged": f"{entry['error_unmerged']:.2g}" if "error_unmerged" in entry else None,
+            "within rounding": "yes" if entry["legal"] else "no",
+        }
+        for entry in view.findings.get("merges", [])
+    ]
+    note = "Errors are relative to the largest output, against float64."
+    return markdown_table(rows, left=("what the pass did",)) + "\n\n" + note if rows else ""
+
+
+def refuted(view: View) -> str:
+    """Every refuted prediction with an explanation, or as open; alike ones together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for cell in view.record.cells:
+        if cell.get("verdict") == "refuted":
+            key = (explain(cell) or "**open**", cell["difference"])
+            groups.setdefault(key, []).append(f"{cell['case']} {cell['dtype']} {cell['backend']}")
+    lines = [f"- {difference}: {why} ({'; '.join(where)})" for (why, difference), where in groups.items()]
+    return "\n".join(lines) or "Every prediction of kernels held."
+
+
+def explain(cell: dict[str, Any]) -> str | None:
+    """Why a prediction of kernels failed, where the trace says it; None: open."""
+    seen, expected = cell["observed"], cell["prediction"]["kernels"]
+    reasons = []
+    unexplained = {
+        kind: seen["kernels"].get(kind, 0) - expected.get(kind, 0)
+        for kind in set(expected) | set(seen["kernels"]) - {"memcpy", "memset"}
+    }
+    copies = unexplained.get("copy", 0)
+    if seen["device"] == "cpu" and copies and copies == seen["names"].get("aten::addmm", 0):
+        reasons.append("on a CPU addmm first copies the bias into the result, then adds the product to it")
+        unexplained["copy"] = 0
+    if unexplained.get("split-K sum", 0) > 0:
+        reasons.append("the library splits the inner dimension over thread blocks and sums the parts")
+        unexplained["split-K sum"] = 0
+    if "rmsnorm" in cell["case"] and cell["backend"] == "torch":
+        parts = [name for name in seen["names"] if name not in ("aten::addmm", "aten::copy_")]
+        reasons.append(f"eager RMSNorm has no kernel of its own here; it runs as {', '.join(parts)}")
+        unexplained = {}
+    if cell["training"] and unexplained.get("fused", 0):
+        kernels = [name for name in seen["names"] if "fused" in name]
+        reasons.append(
+            "Inductor divides the backward otherwise: " + ", ".join(f"`{name}`" for name in kernels)
+        )
+        unexplained["fused"] = 0
+    return "; ".join(reasons) if reasons and not any(unexplained.values()) else None
+
+
+def left_out(view: View) -> str:
+    """What this device could not be asked, and ways without numbers."""
+    lines = [f"- {text}" for text in view.record.environment["left_out"]]
+    reasons: dict[str, set[str]] = {}
+    for cell in view.record.cells:
+        if cell["state"] in ("unavailable", "dropped"):
+            reasons.setdefault(cell["reason"], set()).add(cell["backend"])
+    lines += [f"- {words(sorted(ways))}: {reason}" for reason, ways in reasons.items()]
+    return "\n".join(lines) or "Everything was run."
+
+
+def precision(view: View) -> str:
+    """How float32 products were computed."""
+    facts = view.record.environment["precision"]
+    return (
+        f"TF32 was {'on' if facts['tf32'] else 'off'} (float32 matmul precision "
+        f"{facts['float32_matmul_precision']}). "
+        f"{count(len(view.record.checks), 'result')} checked against float64, "
+        f"{sum(not check['passed'] for check in view.record.checks)} wrong."
+    )
+
+
+def files(folder: str) -> str:
+    """Where the raw material is and how to open it."""
+    return (
+        f"Raw trials: [per_trial.npz]({folder}/per_trial.npz). Traces: [traces]({folder}/traces), one per "
+        "way; open one in https://ui.perfetto.dev or chrome://tracing (both read .json.gz). The pictures show the "
+        "last profiled step; under a profiler every operator is slower."
+    )
+
+
+def draw(view: View, number: int, output: Path) -> str:
+    """Draw the timelines of an experiment's first case; returns its name, "" where there is no trace."""
+    for case, dtype in view.cases(number):
+        if not case.startswith(DRAWN[number]):
+            continue
+        found = {}
+        for cell in view.cells(case=case, dtype=dtype):
+            path = output / "traces" / cell.get("trace", "")
+            if path.is_file():
+                found[f"{case}, {dtype}: {cell['backend']}"] = traces.read(path)
+        if found:
+            timeline.save(found, output / "plots" / f"timeline_{number}.png")
+            return f"{case}, {dtype}"
+    return ""
+
+
+def draw_widths(view: View, path: Path) -> bool:
+    """Draw the two-layer case over widths; False where there is less than two of them."""
+    curves: dict[str, dict[int, float]] = {}
+    kind = "latency"
+    for name in view.case_names(lambda n: n.startswith("two layers ") and n.split()[-1].isdigit()):
+        kind = view.clock(name)
+        for cell in view.cells(case=name):
+            p50 = view.p50(cell, kind)
+            if p50:
+                curves.setdefault(cell["backend"], {})[int(name.split()[-1])] = p50
+    if not curves or max(map(len, curves.values())) < 2:
+        return False
+    with plots.style():
+        figure = plots.new_figure(3.0)
+        axes = figure.subplots()
+        plots.draw_lines(axes, curves)
+        plots.plain_log_axis(axes, "x", sorted({width for points in curves.values() for width in points}))
+        plots.plain_log_axis(axes, "y")
+        axes.set_xlabel("width")
+        axes.set_ylabel(f"ms ({'device' if kind == 'device' else 'wall'}, P50)")
+        figure.legend(handles=plots.legend_lines(curves), loc="outside upper center", ncols=4)
+        plots.save(figure, path)
+    return True
