@@ -17,16 +17,10 @@
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = SKIP ? 2 * C : C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
 SCRATCH_ARRAY(rows, PIXELS * LD);
-
-const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
-const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
-const device T* input = x + ulong(image) * (H * W * C);
-const ulong first = ulong(image) * (HEIGHT * WIDTH * N) + top_row * (WIDTH * N);
+const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
 
-const Stored<const device T*, W, C> source = {input};
-depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
-SCRATCH_BARRIER;
-product<K, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
-    rows, weights + 10 * C, x + (SKIP ? 0 : first), y + first,
-    metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH, split, lid, threads);
+const Stored<const device T*, W, C> source = {x + ulong(image) * (H * W * C)};
+block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED>(
+    source, weights, source.values, y + ulong(image) * (HEIGHT * WIDTH * N), rows, strip, split,
+    thread_position_in_threadgroup.x, threads_per_threadgroup.x);

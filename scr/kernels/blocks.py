@@ -9,7 +9,7 @@ import mlx.core as mx
 from kernels.launcher import Call, Kernel, Output, default_target, launch
 from kernels.tilings import BlockShape, Tiling, default_tiling, packed_vectors, vector_width
 
-PHASES = ("scratch_threadgroup.metal", "depthwise_phase.metal", "product_phase.metal")
+PHASES = ("scratch_threadgroup.metal", "depthwise_phase.metal", "product_phase.metal", "block_phases.metal")
 BLOCK = Kernel("block", inputs=("x", "weights"), outputs=("y",), headers=PHASES)
 STEM_BLOCK = Kernel("stem_block", inputs=("x", "weights"), outputs=("y",), headers=PHASES)
 HEAD = Kernel(

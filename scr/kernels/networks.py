@@ -21,7 +21,7 @@ from kernels.blocks import (
 from kernels.launcher import Call, Kernel, Output, chain, default_target
 from kernels.tilings import BlockShape, NetworkTiling, Tiling, default_network_tiling
 
-PHASES = ("depthwise_phase.metal", "product_phase.metal", "head_phase.metal")
+PHASES = ("depthwise_phase.metal", "product_phase.metal", "block_phases.metal", "head_phase.metal")
 NETWORK = Kernel(
     "network", inputs=("x", "weights"), outputs=("y",), headers=("scratch_threadgroup.metal", *PHASES)
 )

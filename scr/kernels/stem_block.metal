@@ -15,20 +15,15 @@ constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = 2
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
 constexpr int IMAGE_ROWS = STRIDE * (ROWS - 1) + 3;
 SCRATCH_ARRAY(rows, PIXELS * LD + (IMAGE_ROWS + 2) * (W + 2));
-
 const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
-const uint split = group % SPLITS, top_row = group / SPLITS % STRIPS * ROWS;
-const int top = int(top_row) * STRIDE - 1;
-const device T* input = x + ulong(image) * (H * W);
-device T* output = y + ulong(image) * (HEIGHT * WIDTH * N) + top_row * (WIDTH * N);
+const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
+const int top = int(strip * ROWS) * STRIDE - 1;
 const ScratchPointer padded = rows + PIXELS * LD;
+device T* output = y + ulong(image) * (HEIGHT * WIDTH * N);
 
-pad_image<H, W, IMAGE_ROWS>(input, padded, top, lid, threads);
+pad_image<H, W, IMAGE_ROWS>(x + ulong(image) * (H * W), padded, top, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, W, C> source = {padded, weights, top};
-depthwise<H, W, C, STRIDE, ROWS, RUN, LD, true>(source, weights + 10 * C, rows, top_row, lid, threads);
-SCRATCH_BARRIER;
-product<K, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, false>(
-    rows, weights + 20 * C, output, output, metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH, split, lid,
-    threads);
+block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED>(
+    source, weights + 10 * C, output, output, rows, strip, split, lid, threads);
