@@ -20,7 +20,16 @@ import numpy as np
 import mnist_data
 from harness import backends, ceilings, costs, layers, machine, shapes
 from harness.cli import Fault, parse_settings, run_command
-from harness.measure import Candidate, Case, Interrupted, MeasureSettings, failed, run_study, unavailable
+from harness.measure import (
+    Candidate,
+    Case,
+    Interrupted,
+    MeasureSettings,
+    failed,
+    plain_settings,
+    run_study,
+    unavailable,
+)
 from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
 from harness.record import Record, save
 
@@ -89,7 +98,7 @@ def main() -> int:
     if settings.tag:
         output, conclusions = OUTPUT / settings.tag, CONCLUSIONS / settings.tag
     path = output / "per_trial.npz"
-    print(settings)
+    print("settings:", ", ".join(f"{name} {value}" for name, value in plain_settings(settings).items()))
     try:
         record = measure(settings)
     except Interrupted as stop:

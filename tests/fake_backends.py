@@ -159,6 +159,16 @@ def limits():
     return [{"name": "copy", "value": 1.0}]
 
 
+def crash():
+    """A probe that takes its worker with it."""
+    raise WorkerCrash("the fake worker ended with SIGSEGV")
+
+
+def allocate(megabytes):
+    """Touch memory and let it go."""
+    np.ones(megabytes * 125_000).sum()
+
+
 def environment_variable(name):
     """The value of an environment variable in the worker."""
     return os.environ.get(name)

@@ -338,6 +338,13 @@ def test_probes_fill_the_ceilings():
     assert study.ceilings[1] == {"name": "copy", "value": 1.0}
 
 
+def test_a_crash_of_a_probe_leaves_the_backends_a_new_process():
+    probe = Probe("one", "fake_backends:crash", {}, module="json")
+    record = run(case(candidate("a"), batch_sizes=(1,)), probes=(probe,))
+    assert record.environment["ceilings"][0]["reason"] == "the fake worker ended with SIGSEGV"
+    assert record.cells[0]["state"] == "steady"
+
+
 def test_a_reference_that_fails_is_a_fault():
     broken = candidate("reference", "reference", factory="fake_backends:refuse")
     with pytest.raises(Fault, match="no such GPU"):
@@ -396,6 +403,16 @@ def test_threads_are_set_before_the_framework_is_imported(worker):
 def test_peak_memory_is_the_workers_own(worker):
     ballast = np.ones(40_000_000)  # 320 MB here, none of it there
     assert worker.ask("status")["peak_memory_mb"] < 200 < ballast.nbytes / 1e6
+
+
+def test_peak_memory_outlives_the_cells_that_reset_it(worker):
+    worker.ask("call", function="fake_backends:allocate", arguments={"megabytes": 300})
+    worker.ask("open", key="a", factory="fake_backends:make_real", arguments={})
+    worker.ask("batch", key="x", batch=inputs(1))
+    cell = worker.ask("warm", key="a", batch="x", at_least=2, seconds=1.0)
+    assert worker.ask("status")["peak_memory_mb"] > 300
+    if sys.platform == "linux":
+        assert cell["peak_memory_mb"] < 200, "a cell's peak is its own"
 
 
 def test_errors_cross_the_process_boundary(worker):

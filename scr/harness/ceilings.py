@@ -264,15 +264,22 @@ def host_ceilings(threads: int = 0) -> list[dict[str, Any]]:
     reason = kernels.unavailable("host")
     if reason:
         return [label | {"name": name, "reason": reason} for name in ("launch_wait", "launch_chain", "fma")]
+    count = threads or host.default_threads()
     params = mx.zeros((11, 8))
-    first = dw_bn_relu_call(mx.zeros((1, 1, 1, 8)), params, 1)
+    x = mx.zeros((1, count, 1, 8))  # a group of almost no work for every thread
+    call = dw_bn_relu_call(x, params, 1)
+    plans: dict[int, Callable[[mx.array], mx.array]] = {}
 
-    def chain(count: int) -> None:
-        """`count` launches that feed each other, in one foreign call."""
-        later = [replace(first, inputs=(kernels.Output(i), params)) for i in range(count - 1)]
-        mx.eval(kernels.chain([first, *later], "host", threads or None))
+    def chain(length: int) -> None:
+        """`length` launches that feed each other, in one foreign call."""
+        if length not in plans:
+            sources = [kernels.ARGUMENT, *(kernels.Output(i) for i in range(length - 1))]
+            calls = [replace(call, inputs=(one, params)) for one in sources]
+            plans[length] = kernels.make_plan(lambda _: calls, 1, "host", count)
+        plans[length](x)
 
-    chain(8)
+    for length in (1, 8, 16):
+        chain(length)
     waits = [1e3 * _seconds(chain, 1) for _ in range(20 * SAMPLES)]
     slopes = [1e3 * _slope(chain, 8) for _ in range(4 * SAMPLES)]
     entries = [_entry("launch_wait", label, "ms", waits, best=min)]
@@ -284,7 +291,6 @@ def host_ceilings(threads: int = 0) -> list[dict[str, Any]]:
             entries.append(label | {"name": "fma", "dtype": dtype, "reason": "the compiler has no _Float16"})
             continue
         function.argtypes = (ctypes.c_int, ctypes.c_long)
-        count = threads or host.default_threads()
         per_step = 2 * FMA_CHAINS * width // (4 if dtype == "float32" else 2) * count
         steps = 100_000
         while (seconds := _seconds(lambda n: function(count, n), steps)) < 0.03:  # noqa: B023

@@ -15,6 +15,8 @@ from typing import Any
 
 from harness.paths import ROOT, shown
 
+# The kernels name no math mode: on Metal that is MLX's default, elsewhere the compilers' without fast-math.
+MATH_MODE = "safe"
 PACKAGES = ("torch", "mlx", "onnxruntime", "numpy")
 
 # Datasheet-class figures, ±10 %: chip -> (GPU cores of the full chip, fp32 TFLOP/s, GB/s). Cores and GB/s are
@@ -65,6 +67,7 @@ def describe(arguments: list[str] | None = None, threads: int = 0) -> dict[str, 
         "load_average": load,
         "threads": threads or cores(),
         "datasheet": datasheet(chip),
+        "math_mode": MATH_MODE,
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", "scr")),
         "kernel_hashes": kernel_hashes(),

@@ -259,6 +259,7 @@ class Study:
         self.lost: dict[str, str] = {}  # worker -> why it cannot be asked any more
         self.worker_facts: dict[str, dict[str, Any]] = {}
         self.references: dict[str, np.ndarray] = {}
+        self.sent: set[tuple[str, str]] = set()  # (worker, batch) that the worker holds
         self.checks: list[dict[str, Any]] = []
         self.ceilings: list[dict[str, Any]] = []
         self.sequence = 0
@@ -297,15 +298,11 @@ class Study:
             try:
                 worker = self.worker(probe)
                 self.ceilings += worker.ask("call", function=probe.function, arguments=probe.arguments)
-            except WorkerCrash as crash:
-                self.lose(probe.worker, str(crash))
-                self.ceilings.append(
-                    {"name": probe.function, "framework": probe.worker, "reason": str(crash)}
-                )
-            except (Fault, WorkerError) as error:
-                self.ceilings.append(
-                    {"name": probe.function, "framework": probe.worker, "reason": str(error)}
-                )
+            except (Fault, WorkerError, WorkerCrash) as error:
+                failure = {"name": probe.function, "framework": probe.worker, "reason": str(error)}
+                self.ceilings.append(failure)
+                if isinstance(error, WorkerCrash):  # the backends get a new process
+                    self.workers.pop(probe.worker).close()
             bar.update()
         bar.close()
 
@@ -331,8 +328,7 @@ class Study:
         try:
             action(self.worker(cell.candidate))
         except Fault as fault:
-            crashed = cell.candidate.worker in self.lost and cell.facts
-            self.mark(cell, "dropped" if crashed else "unavailable", str(fault))
+            self.mark(cell, "dropped" if cell.plan else "unavailable", str(fault))
         except WorkerError as error:
             self.mark(cell, "dropped", str(error))
         except WorkerCrash as crash:
@@ -389,7 +385,9 @@ class Study:
         built = opened[cell.key]
         cell.target = built["target"]
         settings = replace(self.settings, budget=self.settings.budget * cell.case.budget_share)
-        worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
+        if (cell.candidate.worker, cell.batch_key) not in self.sent:
+            worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
+            self.sent.add((cell.candidate.worker, cell.batch_key))
         start = self.clock() - self.origin
         warm = worker.ask(
             "warm",
@@ -492,7 +490,7 @@ class Study:
             environment=environment
             | {"complete": complete, "workers": self.worker_facts, "ceilings": self.ceilings}
             | {"seconds": self.clock() - self.origin},
-            settings={name: _plain(value) for name, value in asdict(self.settings).items()},
+            settings=plain_settings(self.settings),
             checks=self.checks,
             cells=[cell.summary() for cell in self.cells],
         )
@@ -570,8 +568,12 @@ def progress(what: str, total: float) -> tqdm:
     return tqdm(desc=what, total=total, disable=None, bar_format=form, leave=False)
 
 
-def _plain(value: Any) -> Any:
-    """A setting as JSON stores it; a path without what is outside the repository."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return shown(value) if isinstance(value, Path) else value
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """A settings dataclass as it is printed and stored: tuples as lists, paths as `shown` prints them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return shown(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in asdict(settings).items()}

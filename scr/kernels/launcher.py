@@ -151,6 +151,7 @@ def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int):
     return mx.fast.cuda_kernel(source=body, header=header, shared_memory=dynamic_bytes, **common)
 
 
+@functools.cache
 def source(kernel: Kernel, target: str, dynamic_threadgroup_memory: bool = False) -> tuple[str, str]:
     """The header (prelude included) and the body of `kernel` as the compiler of `target` gets them."""
     prelude = (FOLDER / f"prelude_{target}.h").read_text()
