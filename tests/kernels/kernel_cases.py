@@ -12,10 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 import kernels
-from kernels import BlockShape, NetworkShape, Tiling, blocks, tilings
-from kernels.causal_conv import causal_conv1d_call
-from kernels.depthwise import dw_bn_relu_call
-from kernels.square import square_call
+from kernels import BlockShape, NetworkShape, tilings
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TARGETS = kernels.TARGETS

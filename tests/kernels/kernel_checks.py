@@ -14,6 +14,7 @@ The first that fails is the verdict: what comes after it would only repeat the n
 
 from concurrent.futures import ThreadPoolExecutor
 
+import mlx.core as mx
 import numpy as np
 from msl_emulator import (
     MEM_DEVICE,
@@ -27,7 +28,7 @@ from msl_emulator import (
     expanded,
 )
 from msl_syntax import check as check_syntax
-from msl_text import Launch
+from msl_text import Launch, from_numpy
 
 from harness.tolerances import compare
 
@@ -35,7 +36,7 @@ UNWRITTEN = 0x7FFF  # what the emulator fills outputs with, two bytes at a time
 ORDERS = [Run("forward"), Run("reverse"), Run("shuffled", seed=1)]
 
 
-def check_launch(launch: Launch) -> list[np.ndarray]:
+def check_launch(launch: Launch) -> list[mx.array]:
     """Run `launch` in every way; returns its outputs, or raises Failed with the first check that fails."""
     check_syntax(launch.text)
     with ThreadPoolExecutor(2) as pool:
@@ -55,7 +56,7 @@ def check_launch(launch: Launch) -> list[np.ndarray]:
     spaces = [MEM_DEVICE] + [MEM_THREADGROUP] * ("THREADGROUP_VARIABLE" in expanded(launch.text))
     for space in spaces:
         emulate(launch, "thread", [Run(synchronised=space)])
-    return forward
+    return [from_numpy(a, d) for a, d in zip(forward, launch.output_dtypes.values(), strict=True)]
 
 
 def check_reference(result: np.ndarray, reference: np.ndarray, dtype: str) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from msl_text import Launch, Text
+from msl_text import Launch, Text, to_numpy
 
 FOLDER = Path(__file__).parent
 CACHE = FOLDER / ".cache"
@@ -164,12 +164,12 @@ def emulate(launch: Launch, sanitizer: str, runs: list[Run]) -> list[list[np.nda
         for buffer in launch.text.buffers:
             file = folder / buffer.name
             if buffer.name in launch.inputs:
-                launch.inputs[buffer.name].tofile(file)
+                to_numpy(launch.inputs[buffer.name]).tofile(file)
                 lines.append(f"input {launch.inputs[buffer.name].nbytes} {file}")
             else:
                 before = launch.outputs[buffer.name]
                 if before is not None:
-                    before.tofile(file)
+                    to_numpy(before).tofile(file)
                 count = int(np.prod(launch.output_shapes[buffer.name]))
                 size = count * _numpy_type(launch, buffer.name).itemsize
                 word = "scratch" if buffer.name == SCRATCH else "output"

@@ -37,9 +37,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Text:
-    """A generated text: `source` is what is compiled, `instance` the kernel with its template arguments."""
+    """A generated text: `source` is what clang gets, `instance` the kernel with its template arguments."""
 
     name: str
+    complete: str
     source: str
     instance: str
     parameters: tuple[Parameter, ...]
@@ -53,12 +54,12 @@ class Text:
 class Launch:
     """One dispatch: the text, and by buffer name the inputs, and the outputs as they are before it.
 
-    An output is None where Metal leaves its contents undefined. bfloat16 is held as uint16.
+    Inputs are not evaluated yet. An output is None where Metal leaves its contents undefined.
     """
 
     text: Text
-    inputs: dict[str, np.ndarray]
-    outputs: dict[str, np.ndarray | None]
+    inputs: dict[str, mx.array]
+    outputs: dict[str, mx.array | None]
     output_shapes: dict[str, tuple[int, ...]]
     output_dtypes: dict[str, mx.Dtype]
     grid: tuple[int, int, int]
@@ -67,12 +68,13 @@ class Launch:
 
 def parse(printed: str) -> Text:
     """Read what MLX printed for one kernel."""
-    source = re.search(r"^```\n(.*)\n```$", printed, re.M | re.S)[1] + "\n"
-    instantiation = INSTANTIATION.search(source)
-    source = INSTANTIATION.sub("", source)
+    complete = re.search(r"^```\n(.*)\n```$", printed, re.M | re.S)[1] + "\n"
+    instantiation = INSTANTIATION.search(complete)
+    source = INSTANTIATION.sub("", complete)
     name, parameters = SIGNATURE.search(source).groups()
     return Text(
         name,
+        complete,
         source,
         instantiation[1] if instantiation else name,
         tuple(_parameter(line) for line in parameters.split(",\n")),
@@ -97,7 +99,7 @@ def from_numpy(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 class StandIn:
     """What `mx.fast.metal_kernel` returns inside `metal_device`: a kernel whose launches go to `run`."""
 
-    def __init__(self, run: Callable[[Launch], Sequence[np.ndarray]], real: Callable, **definition):
+    def __init__(self, run: Callable[[Launch], Sequence[mx.array]], real: Callable, **definition):
         if not definition.pop("ensure_row_contiguous", True):
             raise NotImplementedError("the stand-in hands kernels row-contiguous inputs only")
         self.run, self.definition = run, definition
@@ -120,14 +122,14 @@ class StandIn:
         # MLX's signature depends on an input's type and whether it is a scalar, small (< 8 values) or not.
         kinds = tuple((i.dtype, i.ndim if i.size < 8 else 8, min(i.size, 8)) for i in inputs)
         text = self.traced(kinds, tuple(output_dtypes), tuple(map(tuple, template)))
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, mx.array] = {}
         for name, value in zip(self.definition["input_names"], inputs, strict=True):
-            strides = np.array([int(np.prod(value.shape[i + 1 :])) for i in range(value.ndim)], np.int64)
-            arrays |= {name: to_numpy(value), f"{name}_shape": np.array(value.shape, np.int32)}
-            arrays |= {f"{name}_strides": strides, f"{name}_ndim": np.array(value.ndim, np.int32)}
+            strides = [int(np.prod(value.shape[i + 1 :])) for i in range(value.ndim)]
+            arrays |= {name: value, f"{name}_shape": mx.array(value.shape, mx.int32)}
+            arrays |= {f"{name}_strides": mx.array(strides, mx.int64), f"{name}_ndim": mx.array(value.ndim)}
         shapes = [tuple(shape) for shape in output_shapes]
         before = [
-            None if init_value is None else to_numpy(mx.full(shape, init_value, dtype))
+            None if init_value is None else mx.full(shape, init_value, dtype)
             for shape, dtype in zip(shapes, output_dtypes, strict=True)
         ]
         names = self.definition["output_names"]
@@ -140,7 +142,7 @@ class StandIn:
             tuple(grid),
             tuple(threadgroup),
         )
-        return [from_numpy(a, d) for a, d in zip(self.run(launch), output_dtypes, strict=True)]
+        return list(self.run(launch))
 
 
 def _trace(kernel: Callable, kinds: tuple, output_dtypes: tuple, template: tuple) -> Text:
@@ -183,7 +185,7 @@ def _captured_output() -> Iterator[Callable[[], str]]:
 
 
 @contextmanager
-def metal_device(run: Callable[[Launch], Sequence[np.ndarray]]) -> Iterator[None]:
+def metal_device(run: Callable[[Launch], Sequence[mx.array]]) -> Iterator[None]:
     """Inside the block every launch on the metal target is handed to `run`, which returns its outputs."""
     stand_in = functools.partial(StandIn, run, mx.fast.metal_kernel)
     launcher._gpu_kernel.cache_clear()

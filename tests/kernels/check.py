@@ -1,0 +1,209 @@
+"""Run the kernel cases on real hardware and report the largest error of each; or write the MSL texts.
+
+    python tests/kernels/check.py --target metal       (make check-metal; a minute; send back what it prints)
+    python tests/kernels/check.py --target cuda        (make check-cuda; minutes: NVRTC compiles 60 kernels)
+    python tests/kernels/check.py --target host        (make check-host; a minute)
+    python tests/kernels/check.py --write-msl output/msl      (make msl; any machine, seconds)
+
+The cases are those that the tests run emulated (kernel_cases.py), plus the trained network at every fusion
+level that launches kernels, against float64. TF32 is off. Written to --out: checks.json and checks.txt. On a
+Mac with Xcode's tools each text is also compiled by Apple's compiler. Exits with 1 if anything fails.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["MLX_ENABLE_TF32"] = "0"  # read when MLX is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scr"))
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from kernel_cases import CASES, TARGETS, exact
+from msl_text import Launch, Text, metal_device
+from tqdm import tqdm
+
+import kernels
+from harness import machine, tolerances
+from harness.cli import Fault, parse_settings, run_command
+from harness.paths import CHECKPOINT, DATA, OUTPUT, shown, write_atomic
+
+LEVELS = ("fused", "fused-folded", "block", "network")
+# What MLX puts before a kernel, as far as the texts rely on it.
+MLX_NAMES = "#include <metal_stdlib>\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n"
+APPLE_COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-std=metal3.1", "-Wall", "-c")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to check, and where to write."""
+
+    target: str | None = field(default=None, metadata={"help": "run the cases here", "choices": TARGETS})
+    out: Path | None = field(default=None, metadata={"help": "folder for checks.json and checks.txt"})
+    write_msl: Path | None = field(default=None, metadata={"help": "write the MSL of every kernel here"})
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison: the error is relative to the largest |reference|; `problem` is None if it passed."""
+
+    kernel: str
+    label: str
+    dtype: str
+    error: float | None
+    problem: str | None
+
+
+def generated_texts() -> dict[str, Text]:
+    """The MSL text of every kernel instance that the cases launch on Metal, by name; nothing is run.
+
+    Raises Fault if two texts share a name: MLX would run the first for both.
+    """
+    texts: dict[str, Text] = {}
+
+    def collect(launch: Launch) -> list[mx.array]:
+        if texts.setdefault(launch.text.name, launch.text) != launch.text:
+            raise Fault(f"two kernels that differ are both named {launch.text.name}")
+        return [mx.zeros(shape, launch.output_dtypes[n]) for n, shape in launch.output_shapes.items()]
+
+    with metal_device(collect):
+        for case in CASES:
+            if "metal" in case.targets:
+                case.call("metal")
+    return texts
+
+
+def write_texts(folder: Path, texts: dict[str, Text]) -> None:
+    """One .metal file per text, complete as MLX compiles it but for MLX's own header."""
+    for name, text in texts.items():
+        write_atomic(folder / f"{name}.metal", text.complete)
+
+
+def compile_with_xcode(texts: dict[str, Text]) -> Iterator[Result]:
+    """Compile each text with Apple's compiler, which needs no GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.metal"
+        for name, text in tqdm(texts.items(), "xcrun metal", leave=False):
+            file.write_text(MLX_NAMES + text.complete)
+            run = subprocess.run(
+                [*APPLE_COMPILER, file, "-o", os.devnull], capture_output=True, text=True, check=False
+            )
+            yield Result("xcrun metal", name, "", None, run.stderr.strip() if run.returncode else None)
+
+
+def run_cases(target: str) -> Iterator[Result]:
+    """Every case that `target` can run."""
+    for case in tqdm([case for case in CASES if target in case.targets], target, leave=False):
+        yield compared(case.kernel, case.label, case.dtype, lambda c=case: c.call(target), case.reference)
+
+
+def run_network(target: str) -> Iterator[Result]:
+    """The trained network's logits on 64 digits at every level that launches kernels, against float64."""
+    import torch
+
+    import mlx_model
+    import mnist_data
+    import torch_model
+
+    images, _, source = mnist_data.test_digits(DATA)
+    x = mnist_data.normalise(images[:64])  # (64, 1, 28, 28)
+    with torch.inference_mode():
+        logits = torch_model.load_model(CHECKPOINT).double()(torch.from_numpy(x).double()).numpy()
+    batch = mx.array(np.moveaxis(x, 1, -1))
+    for level in LEVELS:
+        for dtype in (mx.float32, mx.float16):
+            name = str(dtype).removeprefix("mlx.core.")
+
+            def call(level: str = level, dtype: mx.Dtype = dtype) -> mx.array:
+                return mlx_model.get_model(level, dtype=dtype, target=target)(batch)
+
+            yield compared(f"mlx-{level}", f"trained network, 64 of {source}", name, call, lambda: logits)
+
+
+def compared(
+    kernel: str, label: str, dtype: str, call: Callable[[], mx.array], reference: Callable[[], np.ndarray]
+) -> Result:
+    """Run and compare; whatever goes wrong is a result, so that one kernel does not hide the others."""
+    try:
+        result = exact(call())
+    except Exception as error:
+        return Result(kernel, label, dtype, None, f"{type(error).__name__}: {error}")
+    comparison = tolerances.compare(result, reference(), dtype)
+    return Result(kernel, label, dtype, comparison["relative_error"], comparison["problem"])
+
+
+def report(results: list[Result], target: str, facts: dict) -> str:
+    """The results as text: the machine, the largest error per kernel and dtype, what failed, each case."""
+    gpu = (facts["gpu"] or {}).get("name", "no GPU")
+    failed = [result for result in results if result.problem]
+    lines = [
+        f"kernel checks on {target}: {len(results) - len(failed)} of {len(results)} passed",
+        f"{facts['chip']}, {gpu}, {facts['os']}, MLX {facts['versions'].get('mlx')}, TF32 off",
+        "",
+        "errors are relative to the largest value of the reference",
+        f"{'kernel':<18}{'dtype':<10}{'cases':>5}{'largest error':>15}{'allowed':>9}",
+    ]
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.kernel, result.dtype), []).append(result)
+    for (kernel, dtype), members in groups.items():
+        errors = [member.error for member in members if member.error is not None]
+        largest = f"{max(errors):.1e}" if errors else "–"
+        allowed = f"{tolerances.TOLERANCES[dtype]:.0e}" if dtype else "–"
+        verdict = "  FAILED" if any(member.problem for member in members) else ""
+        lines.append(f"{kernel:<18}{dtype:<10}{len(members):>5}{largest:>15}{allowed:>9}{verdict}")
+    for result in failed:
+        lines += ["", f"FAILED {result.kernel} {result.label} {result.dtype}", result.problem[:4000]]
+    lines += ["", "each case:"]
+    for result in results:
+        error = "–" if result.error is None else f"{result.error:.1e}"
+        lines.append(f"{error:>8}  {result.kernel} {result.label} {result.dtype}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def check(target: str, out: Path) -> bool:
+    """Run all checks on `target`, print the report and write it to `out`; True if all passed."""
+    reason = kernels.unavailable(target)
+    if reason:
+        raise Fault(f"the {target} target cannot run here: {reason}")
+    results = list(run_cases(target))
+    if CHECKPOINT.exists():
+        results += run_network(target)
+    else:
+        print(f"no {shown(CHECKPOINT)} (make train): the trained network is left out", file=sys.stderr)
+    if target == "metal" and shutil.which("xcrun"):
+        results += compile_with_xcode(generated_texts())
+    facts = machine.describe(sys.argv)
+    text = report(results, target, facts)
+    content = {"target": target, "tf32": False, "environment": facts}
+    content["results"] = [vars(result) for result in results]
+    write_atomic(out / "checks.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(out / "checks.txt", text)
+    print(text.partition("\neach case:")[0])
+    print(f"wrote {shown(out / 'checks.txt')} and {shown(out / 'checks.json')}")
+    return all(result.problem is None for result in results)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, write texts, or both."""
+    settings = parse_settings(Settings, __doc__, arguments)
+    if settings.write_msl is None and settings.target is None:
+        raise Fault("nothing to do: give --target or --write-msl")
+    if settings.write_msl is not None:
+        texts = generated_texts()
+        write_texts(settings.write_msl, texts)
+        print(f"wrote {len(texts)} texts to {shown(settings.write_msl)}")
+    if settings.target is None:
+        return 0
+    return 0 if check(settings.target, settings.out or OUTPUT / "checks" / settings.target) else 1
+
+
+if __name__ == "__main__":
+    run_command(main)
