@@ -54,6 +54,18 @@ claims: $(READY) ## recompute the numbers in the README files from the runs they
 test: $(READY) ## all tests
 	$(RUN) -m pytest $(ARGS)
 
+check-metal: $(READY) ## on a Mac: every kernel against float64, and through Apple's compiler; prints what to send back
+	$(RUN) tests/kernels/check.py --target metal $(ARGS)
+
+check-cuda: $(READY) ## on NVIDIA: every kernel against float64
+	$(RUN) tests/kernels/check.py --target cuda $(ARGS)
+
+check-host: $(READY) ## on the CPU: every kernel against float64
+	$(RUN) tests/kernels/check.py --target host $(ARGS)
+
+msl: $(READY) ## write the complete Metal text of every kernel instance to output/msl
+	$(RUN) tests/kernels/check.py --write-msl output/msl $(ARGS)
+
 lint: $(READY) ## style and format checks
 	$(RUN) -m ruff check scr tests
 	$(RUN) -m ruff format --check scr tests
