@@ -70,6 +70,9 @@ class Settings(MeasureSettings):
         default=False,
         metadata={"help": "time every backend twice, the second time as NAME-again: are differences found?"},
     )
+    energy: float = field(
+        default=1.0, metadata={"help": "seconds per cell to count joules on NVIDIA GPUs; 0: do not"}
+    )
     shapes: str | None = field(
         default=None,
         metadata={"help": "also time one block at other people's shapes", "choices": tuple(shapes.SHAPES)},
@@ -129,8 +132,8 @@ def resolve(settings: Settings) -> Settings:
         backends.check_name(name)
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
-    if settings.pause < 0 or settings.threads < 0:
-        raise Fault("pause and threads must not be negative.")
+    if min(settings.pause, settings.threads, settings.energy) < 0:
+        raise Fault("pause, threads and energy must not be negative.")
     if settings.tag is not None and (settings.tag == "plots" or not TAG.fullmatch(settings.tag)):
         raise Fault(f"the tag {settings.tag!r} is no good: letters, digits, - and _; it names a folder.")
     if not settings.checkpoint.is_file():

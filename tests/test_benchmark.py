@@ -176,6 +176,7 @@ def test_all_means_all(checkpoint):
         ({"trials": 0}, "must be positive"),
         ({"budget": 0.0}, "must be positive"),
         ({"pause": -1.0}, "must not be negative"),
+        ({"energy": -1.0}, "must not be negative"),
         ({"tag": "../elsewhere"}, "names a folder"),
         ({"tag": "plots"}, "names a folder"),
         ({"checkpoint": Path("nowhere.pth")}, "nowhere.pth does not exist; `python scr/train_mnist.py`"),

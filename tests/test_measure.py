@@ -13,6 +13,7 @@ import pytest
 
 from fake_backends import CLOCK, FakeBackend, LocalWorker, candidate, case, inputs
 from harness import record as records
+from harness import worker as worker_module
 from harness.cli import Fault
 from harness.measure import (
     LEAST_ROUNDS,
@@ -343,6 +344,26 @@ def test_a_crash_of_a_probe_leaves_the_backends_a_new_process():
     record = run(case(candidate("a"), batch_sizes=(1,)), probes=(probe,))
     assert record.environment["ceilings"][0]["reason"] == "the fake worker ended with SIGSEGV"
     assert record.cells[0]["state"] == "steady"
+
+
+def test_energy_is_counted_where_there_is_a_counter(monkeypatch):
+    settings = MeasureSettings(trials=4, warmup=2, budget=5.0, rounds=2, energy=0.5)
+    asked = []
+
+    def joules(counter, call, idle, seconds):
+        call()
+        asked.append((idle, seconds))
+        return 32.0
+
+    monkeypatch.setattr(worker_module, "open_counter", lambda: lambda: 0.0)
+    monkeypatch.setattr(worker_module, "idle_watts", lambda counter: 90.0)
+    monkeypatch.setattr(worker_module, "joules_per_call", joules)
+    cases = case(candidate("gpu", target="cuda"), candidate("a"), batch_sizes=(4,))
+    (gpu, a) = run(cases, settings=settings).cells
+    assert gpu["joules_per_image"] == pytest.approx(32.0 / 8 / 4) and gpu["idle_watts"] == 90.0
+    assert "joules_per_image" not in a and asked == [(90.0, 0.5)]
+    monkeypatch.setattr(worker_module, "open_counter", lambda: None)
+    assert "joules_per_image" not in run(cases, settings=settings).cells[0]
 
 
 def test_a_reference_that_fails_is_a_fault():

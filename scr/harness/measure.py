@@ -62,6 +62,7 @@ class MeasureSettings:
     rounds: int = field(default=20, metadata={"help": "rounds per batch size, over which trials are spread"})
     pause: float = field(default=0.0, metadata={"help": "seconds to wait before each burst, to cool down"})
     seed: int = field(default=42, metadata={"help": "of the order of measurement"})
+    energy: float = field(default=0.0, metadata={"help": "seconds per cell to count joules on NVIDIA GPUs"})
     threads: int = field(default=0, metadata={"help": "CPU threads of every framework; 0 = one per core"})
 
 
@@ -474,6 +475,26 @@ class Study:
         if last:
             self.check(cell, burst["output"], "last trial")
 
+    def count_energy(self) -> None:
+        """Count the joules per image of every cell on an NVIDIA GPU, after everything is timed."""
+        cells = [cell for cell in self.cells if cell.target == "cuda" and not cell.state]
+        bar = progress("energy", len(cells))
+        for cell in cells if self.settings.energy else []:
+            if not cell.state:
+                self.guarded(cell, lambda worker, cell=cell: self.energy(worker, cell))
+            bar.update()
+        bar.close()
+
+    def energy(self, worker: Any, cell: Cell) -> None:
+        """Add a cell's joules per image, above idle, and the idle power; nothing without a counter."""
+        seconds = self.settings.energy
+        found = worker.ask(
+            "energy", key=cell.key, batch=cell.batch_key, seconds=seconds, in_flight=cell.plan.in_flight
+        )
+        if found is not None:
+            joules, idle = found
+            cell.facts |= {"joules_per_image": joules / cell.batch_size, "idle_watts": idle}
+
     def record(self, environment: dict[str, Any], complete: bool) -> Record:
         """What was measured so far."""
         for name, worker in self.workers.items():
@@ -522,6 +543,7 @@ def run_study(
             study.find_references()
             study.warm_all()
             study.time_all()
+            study.count_energy()
         except KeyboardInterrupt as stop:
             raise Interrupted(study.record(environment or {}, complete=False)) from stop
         except (WorkerCrash, WorkerError) as error:  # only the reference's worker lets these through

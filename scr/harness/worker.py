@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from harness.cli import Fault
+from harness.energy import Counter, idle_watts, joules_per_call, open_counter
 
 Clock = Callable[[], float]
 
@@ -175,6 +176,8 @@ class Session:
         self.backends: dict[str, Backend] = {}
         self.batches: dict[str, Any] = {}
         self.peak_mb = 0.0
+        self.counter: Counter | None = None
+        self.idle_watts = 0.0
 
     def import_module(self, module: str) -> float:
         """Import the framework; returns the seconds it took. Raises Fault when it is not installed."""
@@ -240,6 +243,25 @@ class Session:
         transfer = ("transfer", start - origin, (self.clock() - start) * 1e3)
         trials, output = time_burst(backend, counts, in_flight, self.clock, origin, check)
         return {"trials": [transfer, *trials], "output": output}
+
+    def energy(self, key: str, batch: str, seconds: float, in_flight: int) -> tuple[float, float] | None:
+        """(joules per forward above idle, idle watts) of the GPU; None where it has no counter."""
+        if self.counter is None:
+            self.counter = open_counter()
+            if self.counter is None:
+                return None
+            self.idle_watts = idle_watts(self.counter)
+        backend = self.backends[key]
+        backend.prepare(self.batches[batch])
+
+        def flow() -> None:
+            for _ in range(in_flight):
+                backend.launch()
+            backend.synchronize()
+
+        flow()
+        joules = joules_per_call(self.counter, flow, self.idle_watts, seconds) / in_flight
+        return joules, self.idle_watts
 
     def status(self) -> dict[str, Any]:
         """Peak memory of this process in MB, over its whole life."""
