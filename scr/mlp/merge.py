@@ -4,13 +4,12 @@
 
 Two rules are exact up to rounding:
 
-    shared input   y₁ = W₁x + b₁, y₂ = W₂x + b₂   →  one product with [W₁; W₂], split afterwards
+    shared input   y₁ = W₁x + b₁, y₂ = W₂x + b₂   →  one product with [W₁; W₂], its parts views
     product        y = W₂(W₁x + b₁) + b₂          →  one product with W₂W₁, bias W₂b₁ + b₂
 
 The second holds only when nothing stands between the layers: with an activation there is no such matrix.
 """
 
-import operator
 from collections import defaultdict
 
 import torch
@@ -113,8 +112,12 @@ def _merge_shared(traced: fx.GraphModule, done: list[str]) -> None:
         name = _add(traced, "_".join(_short(node) for node in nodes), layer)
         with traced.graph.inserting_before(nodes[0]):
             merged = traced.graph.call_module(name, (source,))
-            parts = traced.graph.call_function(torch.split, (merged, sizes), {"dim": -1})
-            pieces = [traced.graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
+            # Not torch.split: autograd forbids writing in place to one of several views.
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            pieces = [
+                traced.graph.call_function(torch.narrow, (merged, -1, start, size))
+                for start, size in zip(starts, sizes, strict=True)
+            ]
         for node, piece in zip(nodes, pieces, strict=True):
             for user in node.users:
                 if user.op == "call_method" and user.target == "view":

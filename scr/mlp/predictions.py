@@ -190,7 +190,7 @@ def norm_linear(rows: int, width: int, item: int, activation_flops: int, compile
 
 
 def with_bias_copies(prediction: Prediction, rows: int, item: int) -> Prediction:
-    """The prediction for a CPU, as experiment 2 taught: addmm copies the bias into the result before it adds."""
+    """The prediction for a CPU, as experiment 2 taught: addmm first copies the bias into the result."""
     copies = tuple(pointwise(rows * k.bias, 0, 1, item, 0, "copy") for k in prediction.kernels if k.bias)
     if not copies:
         return prediction

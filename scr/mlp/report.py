@@ -380,8 +380,8 @@ def files(folder: str) -> str:
     """Where the raw material is and how to open it."""
     return (
         f"Raw trials: [per_trial.npz]({folder}/per_trial.npz). Traces: [traces]({folder}/traces), one per "
-        "way; open one in https://ui.perfetto.dev or chrome://tracing (both read .json.gz). The pictures show the "
-        "last profiled step; under a profiler every operator is slower."
+        "way; open one in https://ui.perfetto.dev or chrome://tracing (both read .json.gz). The pictures "
+        "show the last profiled step; under a profiler every operator is slower."
     )
 
 

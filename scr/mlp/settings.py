@@ -12,7 +12,7 @@ class Settings(MeasureSettings):
     trials: int = field(default=100, metadata={"help": "timed forwards per cell"})
     warmup: int = field(default=10, metadata={"help": "warm-up forwards per cell, more until it is steady"})
     budget: float = field(default=2.0, metadata={"help": "seconds per cell at most"})
-    rounds: int = field(default=10, metadata={"help": "rounds per case, over which trials are spread"})
+    rounds: int = field(default=20, metadata={"help": "rounds per case, over which trials are spread"})
     seconds: float = field(default=270.0, metadata={"help": "what the run should take; shortens the budget"})
     device: str = field(
         default="auto", metadata={"help": "where to run", "choices": ("auto", "cpu", "mps", "cuda")}

@@ -312,7 +312,7 @@ def with_product(
 
 
 class Product(nn.Module):
-    """gelu(gate) · up alone, on the two halves of x: (rows, 2·hidden) → (rows, hidden)."""
+    """gelu(gate) · up alone, on the first and second half of x's memory, each contiguous as in the MLP."""
 
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor] = models.geglu_product) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, 2·hidden) → (rows, hidden)."""
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = x.view(2, len(x), -1).unbind(0)  # each (rows, hidden)
         return self.product(gate, up)
 
 

@@ -29,37 +29,35 @@ COLOURS = {
 def draw(axes: Axes, trace: traces.Trace) -> set[str]:
     """Draw the last step of a trace; returns the kinds drawn. The x axis is µs since the step's start."""
     step = trace.steps[-1]
-    end = max([step.end] + [span.end for span in trace.lane("gpu") if span.start >= step.start])
     kernels = {id(span): kind for kind, span in traces.cpu_kernels(trace)}
     on_gpu = bool(trace.lane("gpu"))
     drawn = set()
     for span in trace.spans:
         if span is step or span.end < step.start or span.start < step.start:
             continue
+        parts = []  # (row, kind); a top-level operator that computes is in both CPU rows
         if span.lane == "gpu":
-            row, kind = 0, traces.kernel_kind(span)
+            parts.append((0, traces.kernel_kind(span)))
         elif span.lane == "runtime":
-            row, kind = 1, "synchronise" if "ynchronize" in span.name else "launch"
+            parts.append((1, "synchronise" if "ynchronize" in span.name else "launch"))
         elif id(span) in kernels and not on_gpu:
-            row, kind = 1, kernels[id(span)]
-        elif span.parent is step:
-            row, kind = 2, "operator"
-        else:
-            continue
-        kind = kind if kind in COLOURS else "other"
-        drawn.add(kind)
-        # An edge keeps neighbours apart, and a kernel of a microsecond visible.
-        axes.broken_barh(
-            [(span.start - step.start, span.duration)],
-            (row + 0.12, 0.76),
-            facecolor=COLOURS[kind],
-            edgecolor="white" if kind != "operator" else "#aaaaaa",
-            linewidth=0.3,
-        )
+            parts.append((1, kernels[id(span)]))
+        if span.parent is step and span.lane == "cpu":
+            parts.append((2, "operator"))
+        for row, kind in parts:
+            kind = kind if kind in COLOURS else "other"
+            drawn.add(kind)
+            # An edge keeps neighbours apart.
+            axes.broken_barh(
+                [(span.start - step.start, span.duration)],
+                (row + 0.12, 0.76),
+                facecolor=COLOURS[kind],
+                edgecolor="white" if kind != "operator" else "#aaaaaa",
+                linewidth=0.3,
+            )
     rows = {0: "GPU", 1: "launches", 2: "operators"} if on_gpu else {1: "computing", 2: "operators"}
     axes.set_yticks([row + 0.5 for row in rows], rows.values())
     axes.set_ylim(min(rows), 3)
-    axes.set_xlim(0, end - step.start)
     axes.grid(False, axis="y")
     return drawn
 
@@ -71,6 +69,9 @@ def save(found: Mapping[str, traces.Trace], path: Path) -> None:
         drawn: set[str] = set()
         for axes, trace in zip(panels, found.values(), strict=True):
             drawn |= draw(axes, trace)
+        longest = max(trace.window()[1] - trace.steps[-1].start for trace in found.values())
+        for axes in panels:  # one scale, so that lengths compare
+            axes.set_xlim(0, longest)
         panels[-1].set_xlabel("µs in the step")
         figure.legend(
             handles=[Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in drawn],

@@ -130,9 +130,9 @@ def two_layers(
 ) -> Tensor:
     """relu(relu(x · w1ᵀ + b1) · w2ᵀ + b2) in one launch.
 
-    x: (rows, k), w1: (h, k), b1: (h,), w2: (n, h), b2: (n,), contiguous, one dtype (float32, float16 or
-    bfloat16); fp32 accumulators. Returns (rows, n). `tile` is (BM, BN, BH, BK), powers of two, at least 16.
-    Raises ValueError for sizes or layouts that do not fit together.
+    x: (rows, k), w1: (h, k), b1: (h,), w2: (n, h), b2: (n,), contiguous, all float32 or all
+    float16; fp32 accumulators. Returns (rows, n). `tile` is (BM, BN, BH, BK), powers of two, at least 16.
+    Raises ValueError for other dtypes, and for sizes or layouts that do not fit together.
     """
     rows, k_size = x.shape
     h_size, n_size = len(w1), len(w2)
@@ -140,8 +140,12 @@ def two_layers(
         raise ValueError(
             f"sizes do not chain: x {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}"
         )
-    if not all(tensor.is_contiguous() and tensor.dtype == x.dtype for tensor in (x, w1, b1, w2, b2)):
-        raise ValueError("all operands must be contiguous and of one dtype")
+    operands = (x, w1, b1, w2, b2)
+    kinds = {tensor.dtype for tensor in operands}
+    if not all(tensor.is_contiguous() for tensor in operands):
+        raise ValueError("all operands must be contiguous")
+    if kinds not in ({torch.float32}, {torch.float16}):
+        raise ValueError(f"all operands must be float32 or all float16, not {sorted(map(str, kinds))}")
     bm, bn, bh, bk = tile or two_layers_tile(n_size)
     out = torch.empty(rows, n_size, dtype=x.dtype, device=x.device)
     if rows and n_size:
