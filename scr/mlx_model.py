@@ -10,7 +10,7 @@ A fusion level is a value, not a copy of the model. Every level has the same par
 `level` picks the block class, and `fold()` derives from the parameters what that class runs on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from harness.paths import CHECKPOINT, shown
 
 STEM_CHANNELS = 48
 CLASSES = 10
+EXPORT_VERSION = "1"  # of the safetensors files that export.py writes
+EXPORT_LAYOUT = "MLX: convolution weights (out, kH, kW, in / groups)"
 BLOCKS = ((48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))  # (channels in, channels out, stride)
 SHAPE = kernels.NetworkShape(
     blocks=tuple(
@@ -323,6 +325,12 @@ def perm_conv(weight: Any) -> Any:
     return weight.transpose(0, 2, 3, 1)
 
 
+def perm_flat_linear(weight: Any, channels: int, height: int, width: int) -> Any:
+    """A linear weight that follows a flatten: (out, C·H·W) for PyTorch's layout -> (out, H·W·C) for MLX's."""
+    parts = weight.reshape(weight.shape[0], channels, height, width)
+    return parts.transpose(0, 2, 3, 1).reshape(weight.shape[0], -1)
+
+
 def mlx_name(name: str) -> str:
     """The MLX name of a PyTorch state_dict entry of this network."""
     for old, new in (("conv1.0.", "conv1."), ("conv1.1.", "bn1."), ("stages.", "stages.layers.")):
@@ -339,11 +347,76 @@ def load_pt_weights(pt_path: Path | str, model: DepthwiseMNIST) -> DepthwiseMNIS
     """
     from torch_model import read_checkpoint  # PyTorch is needed for this format only
 
-    weights = []
-    for name, tensor in read_checkpoint(pt_path).items():
+    return _fill(model, list(ported(read_checkpoint(pt_path)).items()), shown(pt_path))
+
+
+def ported(state: Mapping[str, Any]) -> dict[str, mx.array]:
+    """PyTorch's state_dict (CPU tensors) under MLX's names and in MLX's layout."""
+    arrays = {}
+    for name, tensor in state.items():
         array = mx.array(tensor.numpy())
-        weights.append((mlx_name(name), perm_conv(array) if array.ndim == 4 else array))
-    return _fill(model, weights, shown(pt_path))
+        arrays[mlx_name(name)] = perm_conv(array) if array.ndim == 4 else array
+    return arrays
+
+
+def load_exported(path: Path | str, model: DepthwiseMNIST) -> DepthwiseMNIST:
+    """Fill `model` from a file of `export.py`, fold, and set eval mode; returns `model`. Imports no PyTorch.
+
+    Raises Fault listing every missing, unexpected and wrongly shaped key, or naming what else is wrong.
+    """
+    arrays, _ = read_exported(path)
+    name = shown(path)
+    expected = {key: value.shape for key, value in tree_flatten(model.parameters())}
+    faults = {
+        "missing": [key for key in expected if key not in arrays],
+        "unexpected": [key for key in arrays if key not in expected],
+        "wrong shape": [
+            f"{key} is {arrays[key].shape} instead of {shape}"
+            for key, shape in expected.items()
+            if key in arrays and arrays[key].shape != shape
+        ],
+    }
+    parts = [f"{label}: {', '.join(keys)}" for label, keys in faults.items() if keys]
+    if parts:
+        raise Fault(f"{name} does not hold this network ({'; '.join(parts)}); export the checkpoint again.")
+    return _fill(model, list(arrays.items()), name)
+
+
+def read_exported(path: Path | str) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of a file of `export.py`; the layout is what the metadata says, never guessed.
+
+    Raises Fault for a file that is missing, damaged, of another version or layout, or not finite.
+    """
+    path = Path(path)
+    name = shown(path)
+    if not path.is_file():
+        raise Fault(f"{name} does not exist; `python scr/export.py` makes it.")
+    try:
+        # The format is named since MLX otherwise goes by the file's suffix.
+        arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+        mx.eval(arrays)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise Fault(f"{name} is damaged or no safetensors file; export the checkpoint again.") from error
+    for key, wanted in (("format_version", EXPORT_VERSION), ("layout", EXPORT_LAYOUT)):
+        if metadata.get(key) != wanted:
+            found = metadata.get(key, "missing")
+            raise Fault(f"{name}: metadata {key} is {found}, not {wanted}; make the file with export.py.")
+    for key, array in arrays.items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise Fault(f"{name}: {key} is {array.dtype}, not floating-point numbers.")
+        if not mx.all(mx.isfinite(array)).item():
+            raise Fault(f"{name}: {key} holds a value that is not finite; train again.")
+    return arrays, metadata
+
+
+def is_exported(path: Path | str) -> bool:
+    """Whether the file is a safetensors file: eight bytes of header length, then a JSON object."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+    except OSError:
+        return False
+    return len(start) == 9 and start[8:] == b"{"
 
 
 def _fill(model: DepthwiseMNIST, weights: list[tuple[str, mx.array]], source: str) -> DepthwiseMNIST:
@@ -371,6 +444,8 @@ def get_model(
 ) -> DepthwiseMNIST:
     """The trained network at a fusion level, in eval mode; `checkpoint` defaults to output/best_model.pth.
 
+    It may be a PyTorch checkpoint or a file of `export.py`; the latter is read without importing PyTorch.
     Raises Fault for a checkpoint that is missing or does not fit, ValueError for an unknown level.
     """
-    return load_pt_weights(checkpoint or CHECKPOINT, DepthwiseMNIST(level, dtype, target))
+    path, model = checkpoint or CHECKPOINT, DepthwiseMNIST(level, dtype, target)
+    return load_exported(path, model) if is_exported(path) else load_pt_weights(path, model)

@@ -1,0 +1,149 @@
+"""What half precision does to the network's answers, in PyTorch and MLX.
+
+BatchNorm is folded in float32, weights and activations are stored in the type, products accumulate in
+float32. Logits are compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyTorch's outside,
+MLX's (N, H, W, C) where MLX is called.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import training
+from harness.cli import Fault
+from mnist_data import Digits, normalise
+from torch_model import fold_batchnorm, load_model
+
+DTYPES = ("float32", "float16", "bfloat16")
+BATCH = 500
+
+
+def evaluate(checkpoint: Path, digits: Digits, device: torch.device) -> dict[str, Any]:
+    """Accuracy and largest logit difference on the whole test set, per framework and type; JSON-able.
+
+    Raises Fault naming framework, type and layer where a value is not finite.
+    """
+    images = normalise(digits.test_images)  # (N, 1, 28, 28)
+    model = load_model(checkpoint)
+    wanted = in_batches(images, lambda batch: torch_logits(model, batch, torch.float32, torch.device("cpu")))
+    folded = fold_batchnorm(model)
+    entries = []
+    for dtype in DTYPES:
+        kind = getattr(torch, dtype)
+        network = fold_batchnorm(model).to(device, kind) if dtype != "float32" else folded.to(device)
+        logits = in_batches(
+            images, lambda batch, network=network, kind=kind: torch_logits(network, batch, kind, device)
+        )
+        name = training.device_name(device)
+        entries.append(compare("PyTorch, folded", name, dtype, logits, wanted, digits.test_labels))
+    return {"entries": entries + mlx_entries(checkpoint, images, wanted, digits.test_labels)}
+
+
+def mlx_entries(
+    checkpoint: Path, images: np.ndarray, wanted: np.ndarray, labels: np.ndarray
+) -> list[dict[str, Any]]:
+    """The entries of MLX: level `folded` in every type, and `network` in those that its kernel takes."""
+    try:
+        import mlx.core as mx
+
+        import kernels
+        import mlx_model
+    except ImportError:
+        return []
+    entries = []
+    batches = np.ascontiguousarray(images.transpose(0, 2, 3, 1))  # NCHW -> NHWC
+    for level in ("folded", "network"):
+        for dtype in DTYPES if level == "folded" else DTYPES[:2]:
+            if level == "network" and kernels.unavailable(kernels.default_target()):
+                continue
+            model = mlx_model.get_model(level, checkpoint, getattr(mx, dtype))
+            logits = in_batches(batches, lambda batch, model=model: mlx_logits(model, batch))
+            device = "CPU" if mx.default_device() == mx.cpu else "GPU"
+            entries.append(compare(f"MLX, level {level}", device, dtype, logits, wanted, labels))
+    return entries
+
+
+def in_batches(images: np.ndarray, forward: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Logits (N, 10) of all images, `BATCH` at a time."""
+    return np.concatenate([forward(images[i : i + BATCH]) for i in range(0, len(images), BATCH)])
+
+
+@torch.no_grad()
+def torch_logits(
+    model: torch.nn.Module, images: np.ndarray, dtype: torch.dtype, device: torch.device
+) -> np.ndarray:
+    """Logits (N, 10) float32 of images (N, 1, 28, 28); Fault naming the layer where one is not finite."""
+    batch = torch.from_numpy(images).to(device, dtype)
+    with training.full_precision():
+        logits = model(batch).float()
+    if not logits.isfinite().all():
+        layer = training.first_nonfinite_layer(model, batch)
+        raise Fault(f"PyTorch in {str(dtype)[6:]}: a value that is not finite left layer {layer}.")
+    return logits.cpu().numpy()
+
+
+def mlx_logits(model: Any, images: np.ndarray) -> np.ndarray:
+    """Logits (N, 10) float32 of images (N, 28, 28, 1); Fault naming the layer where one is not finite."""
+    import mlx.core as mx
+
+    batch = mx.array(images)
+    logits = model(batch).astype(mx.float32)
+    if not mx.all(mx.isfinite(logits)).item():
+        layer = first_nonfinite_mlx_layer(model, batch)
+        raise Fault(
+            f"MLX in {str(model.dtype).split('.')[-1]}: a value that is not finite left layer {layer}."
+        )
+    return np.array(logits)
+
+
+def first_nonfinite_mlx_layer(model: Any, batch: Any) -> str:
+    """Name of the first part, in order of execution, with an output on `batch` (N, 28, 28, 1) that is not finite.
+
+    A level that runs as a few launches has no parts to look into: there the folded level is taken instead.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    import mlx_model
+
+    if model.level in mlx_model.LAUNCH_LEVELS:
+        inner = mlx_model.DepthwiseMNIST("folded", model.dtype)
+        inner.load_weights(tree_flatten(model.parameters()))
+        inner.eval()
+        model = inner.fold()
+
+    def bad(array: Any) -> bool:
+        return not mx.all(mx.isfinite(array)).item()
+
+    x = model.stem(batch.astype(model.dtype))
+    if bad(x):
+        return "conv1"
+    for number, block in enumerate(model.stages.layers):
+        y = block.depthwise(x)
+        if bad(y):
+            return f"stages.{number}.dw"
+        for part, array in (("pw", block.pointwise(y)), ("skip", block.skip(x))):
+            if bad(array):
+                return f"stages.{number}.{part}"
+        x = block(x)
+        if bad(x):
+            return f"stages.{number}"
+    return "fc"
+
+
+def compare(
+    framework: str, device: str, dtype: str, logits: np.ndarray, wanted: np.ndarray, labels: np.ndarray
+) -> dict[str, Any]:
+    """One row of the table: accuracy, largest logit difference, and how many answers changed."""
+    return {
+        "framework": framework,
+        "device": device,
+        "dtype": dtype,
+        "images": len(labels),
+        "accuracy": float((logits.argmax(1) == labels).mean()),
+        "largest_logit_difference": float(np.abs(logits - wanted).max()),
+        "changed_answers": int((logits.argmax(1) != wanted.argmax(1)).sum()),
+    }
