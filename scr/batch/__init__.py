@@ -1,0 +1,1 @@
+"""The batching study's own part: which cases, which predictions, which sentences."""

@@ -1,0 +1,246 @@
+"""Numbers out of the study's record: measured curves, predicted ones beside them, and their knees.
+
+Everything is computed from the record; nothing is measured here.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from batch.cases import Work
+from batch.knee import Knee, fit, fit_trials, saturation
+from batch.roofline import (
+    BYTES,
+    Limits,
+    Prediction,
+    affine,
+    predict,
+    ridge_batch,
+)
+from harness.record import Record
+
+FREE = 1.1  # a batch is free while latency stays within this factor of batch 1
+AGREE = 1.5  # a knee is called predicted within this factor
+
+
+@dataclass
+class Curve:
+    """One case by one backend and one clock: measured latencies, and the least ones by the model."""
+
+    work: Work
+    backend: str
+    kind: str  # latency (wall time) or device
+    target: str
+    batches: list[int]
+    trials: list[np.ndarray]  # seconds, one array per batch
+    limits: Limits | None  # None where the machine's limits could not be measured
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Median per batch."""
+        return np.array([np.median(values) for values in self.trials])
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        """The model per batch; empty without limits."""
+        return (
+            [predict(self.work.layers(batch), self.limits) for batch in self.batches] if self.limits else []
+        )
+
+    @cached_property
+    def predicted_seconds(self) -> np.ndarray:
+        """The model's latency per batch."""
+        return np.array([prediction.total_s for prediction in self.predictions])
+
+    @cached_property
+    def knee(self) -> Knee | None:
+        """The fitted knee with its interval; None below four batches."""
+        return fit_trials(self.batches, self.trials) if len(self.batches) >= 4 else None
+
+    @cached_property
+    def predicted_knee(self) -> Knee | None:
+        """The knee of the predicted curve by the same fit at the same batches."""
+        return (
+            fit(self.batches, self.predicted_seconds) if self.predictions and len(self.batches) >= 4 else None
+        )
+
+    @property
+    def agreement(self) -> float | None:
+        """Measured over predicted knee; None unless both curves show one."""
+        if self.knee and self.predicted_knee and self.knee.state == self.predicted_knee.state == "knee":
+            return self.knee.batch / self.predicted_knee.batch
+        return None
+
+    @property
+    def gain(self) -> float:
+        """Largest throughput over that of the smallest batch."""
+        throughput = np.array(self.batches) / self.seconds
+        return float(throughput.max() / throughput[0])
+
+    @property
+    def saturated(self) -> tuple[int, float]:
+        """(smallest batch with 90 % of the largest throughput, its latency in seconds)."""
+        batch, seconds, _ = saturation(self.batches, self.seconds)
+        return batch, seconds
+
+    @property
+    def free(self) -> int:
+        """The last batch before latency first leaves FREE × that of the smallest batch."""
+        late = self.seconds > FREE * self.seconds[0]
+        return self.batches[int(np.argmax(late)) - 1] if late.any() else self.batches[-1]
+
+    @property
+    def exponent(self) -> float:
+        """Slope between the first and the last batch on log-log axes: 1 is proportional."""
+        return math.log(self.seconds[-1] / self.seconds[0]) / math.log(self.batches[-1] / self.batches[0])
+
+    def at(self, batch: int) -> float | None:
+        """Median seconds at a batch, None where it was not measured."""
+        return float(self.seconds[self.batches.index(batch)]) if batch in self.batches else None
+
+
+class Study:
+    """The record, read for reports."""
+
+    def __init__(self, record: Record) -> None:
+        self.environment = record.environment
+        self.settings = record.settings
+        self.cells = record.cells
+        self.checks = record.checks
+        self.place: dict[str, Any] = record.environment["place"]
+        self.works = [Work.restore(stored) for stored in record.environment["works"].values()]
+        rows = record.rows[record.rows["kind"].isin(("latency", "device"))]
+        self.groups: dict[tuple[Any, ...], pd.DataFrame] = dict(
+            iter(rows.groupby(["case", "dtype", "backend", "kind"]))
+        )
+        self.bandwidths = bandwidths(record.environment["ceilings"], self.place["device"])
+        self.curves = [
+            self.curve(work, backend, kind)
+            for work in self.works
+            for backend in ("torch", "torch-graph")
+            for kind in ("latency", "device")
+            if (work.name, work.dtype, backend, kind) in self.groups
+        ]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the cases ran on a GPU."""
+        return self.place["device"] != "cpu"
+
+    def curve(self, work: Work, backend: str, kind: str) -> Curve:
+        """The curve of a work whose rows are there."""
+        group = self.groups[work.name, work.dtype, backend, kind]
+        by_batch = {int(batch): rows for batch, rows in group.groupby("batch_size")}
+        batches = sorted(by_batch)
+        return Curve(
+            work=work,
+            backend=backend,
+            kind=kind,
+            target=str(group["target"].iloc[0]),
+            batches=batches,
+            trials=[by_batch[batch]["latency_ms"].to_numpy() / 1e3 for batch in batches],
+            limits=self.limits(backend, kind, work.dtype),
+        )
+
+    def flop_rate(self, dtype: str) -> float | None:
+        """FLOP/s of the largest matrix product of the ceilings, None where it was not measured."""
+        return flop_rate(self.environment["ceilings"], self.place["device"], dtype)
+
+    def limits(self, backend: str, kind: str, dtype: str) -> Limits | None:
+        """The model's constants for a backend and a clock: ceilings, and call and launch from the floor
+        cases.
+        """
+        rate = self.flop_rate(dtype)
+        floors = [
+            (sum(layer.launches for layer in work.layers(1)), self.groups[key]["latency_ms"].median() / 1e3)
+            for work in self.works
+            if work.family == "floor" and (key := (work.name, dtype, backend, kind)) in self.groups
+        ]
+        if rate is None or not self.bandwidths or not floors:
+            return None
+        call, launch = affine([count for count, _ in floors], [seconds for _, seconds in floors])
+        return Limits(rate, self.bandwidths, call, launch)
+
+    def of(self, family: str, kind: str | None = None, backend: str | None = None) -> list[Curve]:
+        """The curves of a family, by kind and backend where they are given."""
+        return [
+            curve
+            for curve in self.curves
+            if curve.work.family == family
+            and (kind is None or curve.kind == kind)
+            and (backend is None or curve.backend == backend)
+        ]
+
+    def best(self, family: str) -> list[Curve]:
+        """One curve per case: the device time of the graph where there is one, else wall time."""
+        found: dict[tuple[str, str], Curve] = {}
+        order = {("torch-graph", "device"): 2, ("torch", "latency"): 1}
+        for curve in self.of(family):
+            key = (curve.work.name, curve.work.dtype)
+            rank = order.get((curve.backend, curve.kind), 0)
+            if rank and (key not in found or rank > order[found[key].backend, found[key].kind]):
+                found[key] = curve
+        return list(found.values())
+
+    def ridge(self, curve: Curve, batch: int = 1) -> float:
+        """B* of a curve's dtype with the bandwidth at its working set; NaN without limits."""
+        if curve.limits is None:
+            return math.nan
+        bandwidth = curve.limits.bandwidth_at(curve.work.bytes(batch))
+        return ridge_batch(curve.limits.flop_rate, bandwidth, BYTES[curve.work.dtype])
+
+    def median(self, case: str, dtype: str, backend: str, kind: str, batch: int) -> float | None:
+        """Median seconds of one cell, None where it has no rows."""
+        group = self.groups.get((case, dtype, backend, kind))
+        rows = group[group["batch_size"] == batch] if group is not None else ()
+        return float(rows["latency_ms"].median()) / 1e3 if len(rows) else None
+
+
+def bandwidths(ceilings: list[dict[str, Any]], device: str) -> tuple[tuple[float, float], ...]:
+    """(working set in bytes, bytes/s) on a device, sizes rising, never rising with the size.
+
+    A small copy on a GPU is paced by its launches, and a cache is no slower than what lies behind it: so a
+    size gets the best rate seen at it or at any larger one.
+    """
+    found = sorted(
+        (entry["bytes"], entry["value"] * 1e9)
+        for entry in ceilings
+        if entry["name"] == "copy" and entry.get("value") and entry["target"] == device
+    )
+    best = np.maximum.accumulate([rate for _, rate in reversed(found)])[::-1]
+    return tuple((float(size), float(rate)) for (size, _), rate in zip(found, best, strict=True))
+
+
+def flop_rate(ceilings: list[dict[str, Any]], device: str, dtype: str) -> float | None:
+    """FLOP/s of a large matrix product on a device, None where it was not measured."""
+    found = [
+        entry["value"] * 1e9
+        for entry in ceilings
+        if entry["name"] == "fma"
+        and entry.get("value")
+        and entry["target"] == device
+        and entry["dtype"] == dtype
+    ]
+    return max(found, default=None)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a measured knee lies elsewhere than the predicted one, as two measured factors.
+
+    The knee is flat ÷ rise, so measured over predicted knee is `flat` ÷ `rise`.
+    """
+
+    flat: float  # measured ÷ predicted latency of the flat piece
+    rise: float  # measured ÷ predicted latency per item of the rising piece
+
+
+def missing(curve: Curve) -> Missing | None:
+    """The two factors, None unless both curves show a knee."""
+    if curve.agreement is None:
+        return None
+    return Missing(curve.knee.flat / curve.predicted_knee.flat, curve.knee.rise / curve.predicted_knee.rise)

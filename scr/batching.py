@@ -1,0 +1,79 @@
+"""Time latency against batch and hold it against a simple model: study 3, what a batch costs.
+
+    python scr/batching.py                        # the best device here; about 5 minutes on 2 CPU cores
+    python scr/batching.py --quick                # small sizes, for a look
+    python scr/batching.py --device cuda --tag h200
+    python scr/batching.py --rebuild              # plots and report again, from the stored record
+
+Writes output/batching/per_trial.npz (raw trials, first and atomically), output/batching/*.png and
+conclusions/batching.md; with --tag MACHINE under output/MACHINE/ and conclusions/MACHINE/. Our MNIST network
+is taken from the benchmark's own record, output/per_trial.npz. Ctrl-C keeps what was measured in
+per_trial.partial.npz. Exit status: 0; 1 if a case gave a wrong result or failed; 2 for bad input; 130 after
+Ctrl-C.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from batch.study import FAMILIES, Settings, measure
+from harness.cli import Fault, parse_settings, run_command
+from harness.measure import Interrupted, failed, unavailable
+from harness.paths import CONCLUSIONS, OUTPUT, shown
+from harness.record import Record, load, save
+
+QUICK = {"trials": 20, "warmup": 2, "budget": 0.05, "rounds": 4}
+
+
+def main() -> int:
+    """Measure, save, report. Returns the exit status."""
+    settings = resolve(parse_settings(Settings, __doc__))
+    output, conclusions = OUTPUT, CONCLUSIONS
+    if settings.tag:
+        output, conclusions = OUTPUT / settings.tag, CONCLUSIONS / settings.tag
+    path = output / "batching" / "per_trial.npz"
+    markdown = conclusions / "batching.md"
+    print(settings)
+    if settings.rebuild:
+        report(load(path), path.parent, markdown)
+        return 0
+    try:
+        record = measure(settings, output / "per_trial.npz")
+    except Interrupted as stop:
+        partial = path.with_suffix(".partial.npz")
+        save(stop.record, partial)
+        print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
+        return 130
+    save(record, path)
+    print(f"wrote {shown(path)}: {len(record.rows)} trials in {record.environment['seconds']:.0f} s")
+    report(record, path.parent, markdown)
+    for sentence in unavailable(record) + failed(record):
+        print(sentence)
+    return 1 if failed(record) else 0
+
+
+def resolve(settings: Settings) -> Settings:
+    """Settings with `--quick` spelled out and checked. Raises Fault for what cannot be run."""
+    if settings.quick:
+        defaults = Settings()
+        changes = {name: v for name, v in QUICK.items() if getattr(settings, name) == getattr(defaults, name)}
+        settings = replace(settings, **changes)
+    if settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
+        raise Fault("trials, rounds and budget must be positive.")
+    for family in settings.families:
+        if family not in FAMILIES:
+            raise Fault(f"unknown family {family!r}; known are {', '.join(FAMILIES)}.")
+    if settings.tag and not settings.tag.replace("-", "").replace("_", "").isalnum():
+        raise Fault(f"the tag {settings.tag!r} must be letters, digits, - and _ only; it names a folder.")
+    return settings
+
+
+def report(record: Record, plots: Path, markdown: Path) -> None:
+    """Write plots and report."""
+    from batch.report import build  # matplotlib is slow to import: not before the measurement
+
+    for written in build(record, plots, markdown):
+        print(f"wrote {shown(written)}")
+
+
+if __name__ == "__main__":
+    run_command(main)
