@@ -5,22 +5,23 @@
 //            read through caches, and a conversion in the inner loop costs more than the bytes it saves
 //
 // Constants: H W C N STRIDE; SKIP: the skip is a convolution, so K = 2C, else the identity and K = C;
-// tiling: ROWS SPLITS RUN TP NV STEPS AHEAD PACKED, and LD, the row stride of scratch (padded against bank
-// conflicts).
+// tiling: ROWS SPLITS RUN TP NV STEPS AHEAD PACKED STAGED, and LD, the row stride of scratch (padded against
+// bank conflicts).
 // Group: one image's strip of ROWS output rows, part `split` of its channels. Phases: depthwise, product.
 //
 // Work: 2·HEIGHT·WIDTH·(9C + K·N) FLOP per image; the depthwise part is repeated SPLITS times.
 // Bytes: sizeof(T)·(H·W·C + HEIGHT·WIDTH·N) per image, input rows shared by two strips twice;
 // 4·(10C + K·N + N) once per batch.
-// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) bytes.
+// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) bytes; STAGED 4·K·N/SPLITS more.
 // Default tiling, reasons and other targets' figures: tilings.py.
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = SKIP ? 2 * C : C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
-SCRATCH_ARRAY(rows, PIXELS * LD);
+SCRATCH_ARRAY(rows, PIXELS * LD + (STAGED ? K * N / SPLITS : 0));
+const ScratchPointer staged = rows + PIXELS * LD;
 const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
 const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
 
 const Stored<const device T*, W, C> source = {x + ulong(image) * (H * W * C)};
-block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED>(
-    source, weights, source.values, y + ulong(image) * (HEIGHT * WIDTH * N), rows, strip, split,
+block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED, STAGED>(
+    source, weights, source.values, y + ulong(image) * (HEIGHT * WIDTH * N), rows, staged, strip, split,
     thread_position_in_threadgroup.x, threads_per_threadgroup.x);

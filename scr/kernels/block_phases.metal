@@ -1,18 +1,31 @@
-// A block's two phases on one strip of output rows, one part of its channels: what a group does in block.metal,
-// and what the network kernels do one block after the other.
+// A block's two phases on one strip of output rows and one part of its channels: what a group does in
+// block.metal, and what the network kernels do one block after the other.
 //
 // source: where the depthwise phase reads. x: the block's input where the skip is the identity (else unused).
-// y: the block's output, (HEIGHT, WIDTH, N). rows: scratch, as product_phase.metal says.
+// y: the block's output, (HEIGHT, WIDTH, N). rows: scratch, as product_phase.metal says. With STAGED the group
+// first copies its part of the matrix to `staged`, K·N/SPLITS floats of scratch: every load is then under way
+// at once, where the product's own loop waits for memory K / STEPS times. It pays where a GPU has few groups.
 template <int H, int W, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int RUN, int LD, int TP,
-          int NV, int STEPS, bool AHEAD, bool PACKED, typename Source, typename Weights, typename Input,
-          typename Output>
-FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, ScratchPointer rows, uint strip,
-                          uint split, uint lid, uint threads) {
+          int NV, int STEPS, bool AHEAD, bool PACKED, bool STAGED, typename Source, typename Weights,
+          typename Input, typename Output>
+FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, ScratchPointer rows,
+                          ScratchPointer staged, uint strip, uint split, uint lid, uint threads) {
   constexpr uint HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1;
-  const uint top_row = strip * ROWS, first = top_row * (WIDTH * N);
+  constexpr uint K = SKIP ? 2 * C : C, CHANNELS = N / SPLITS, VECTORS = CHANNELS / VF;
+  const uint top_row = strip * ROWS, first = top_row * (WIDTH * N) + split * CHANNELS;
+  const uint pixels = metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH;
+  const Weights matrix = weights + 10 * C + split * CHANNELS * (PACKED ? K : 1);
+  const Weights bias = weights + 10 * C + K * N + split * CHANNELS;
+  const Input residual = x + (SKIP ? 0 : first);
+  if (STAGED)
+    for (uint i = lid; i < K * VECTORS; i += threads)
+      store_vf(staged + i * VF, load_vf(matrix + i / VECTORS * N + i % VECTORS * VF));
   depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
   SCRATCH_BARRIER;
-  product<SKIP ? 2 * C : C, LD, N, SPLITS, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
-      rows, weights + 10 * C, x + (SKIP ? 0 : first), y + first,
-      metal::min(uint(ROWS), HEIGHT - top_row) * WIDTH, split, lid, threads);
+  if (STAGED)
+    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(rows, staged, bias, residual,
+                                                                             y + first, pixels, lid, threads);
+  else
+    product<K, LD, CHANNELS, N, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(rows, matrix, bias, residual, y + first,
+                                                                       pixels, lid, threads);
 }

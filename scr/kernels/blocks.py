@@ -127,6 +127,7 @@ def block_call(
             ("STEPS", tiling.steps),
             ("AHEAD", tiling.ahead),
             ("PACKED", target == "host"),
+            ("STAGED", tiling.staged),
         ),
         groups=(batch * strips * tiling.splits, 1, 1),
         group_size=(tiling.threads, 1, 1),

@@ -27,22 +27,22 @@ pad_image<H, H, 2 * H1 + 1>(x + ulong(image) * (H * H), a, -1, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, H, C0> stem = {a, weights, -1};
 const device float* w = weights + 10 * C0;
-block_strip<H, H, C0, C1, 2, true, H1, 1, RUN1, LD0, TP1, NV1, STEPS, AHEAD, PACKED>(stem, w, a, a, rows, 0, 0, lid,
-                                                                                    threads);
+block_strip<H, H, C0, C1, 2, true, H1, 1, RUN1, LD0, TP1, NV1, STEPS, AHEAD, PACKED, false>(
+    stem, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 const Stored<ScratchPointer, H1, C1> wide = {a};
 w += 10 * C0 + (2 * C0 + 1) * C1;
-block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, STEPS, AHEAD, PACKED>(wide, w, a, a, rows, 0, 0,
-                                                                                       lid, threads);
+block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, STEPS, AHEAD, PACKED, false>(
+    wide, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 w += 10 * C1 + (C1 + 1) * C1;
-block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, STEPS, AHEAD, PACKED>(wide, w, a, a, rows, 0, 0,
-                                                                                      lid, threads);
+block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, STEPS, AHEAD, PACKED, false>(
+    wide, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 const Stored<ScratchPointer, H2, C2> deep = {a};
 w += 10 * C1 + (2 * C1 + 1) * C2;
-block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, STEPS, AHEAD, PACKED>(deep, w, a, a, rows, 0, 0,
-                                                                                       lid, threads);
+block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, STEPS, AHEAD, PACKED, false>(
+    deep, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 w += 10 * C2 + (C2 + 1) * C2;
 head<P2, C2, CLASSES, SLICES, PARTS>(a, w, rows, y + image * CLASSES, lid, threads);

@@ -10,20 +10,20 @@
 // computes 3·(2·RUN + 1) for the 4·RUN it needs (stride 2): 2.25 times the stem's work for RUN = 1, 1.55
 // for 14. In exchange the stem's output, 4·H·W·C bytes, is neither written nor read.
 // Bytes: sizeof(T)·(H·W + HEIGHT·WIDTH·N) per image; 4·(20C + K·N + N) once per batch.
-// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·ROWS + 3)·(W + 2) bytes.
+// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·ROWS + 3)·(W + 2) bytes; STAGED 4·K·N/SPLITS more.
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = 2 * C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
 constexpr int IMAGE_ROWS = STRIDE * (ROWS - 1) + 3;
-SCRATCH_ARRAY(rows, PIXELS * LD + (IMAGE_ROWS + 2) * (W + 2));
+SCRATCH_ARRAY(rows, PIXELS * LD + (STAGED ? K * N / SPLITS : 0) + (IMAGE_ROWS + 2) * (W + 2));
+const ScratchPointer staged = rows + PIXELS * LD, padded = staged + (STAGED ? K * N / SPLITS : 0);
 const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
 const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STRIPS);
 const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
 const int top = int(strip * ROWS) * STRIDE - 1;
-const ScratchPointer padded = rows + PIXELS * LD;
 device T* output = y + ulong(image) * (HEIGHT * WIDTH * N);
 
 pad_image<H, W, IMAGE_ROWS>(x + ulong(image) * (H * W), padded, top, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, W, C> source = {padded, weights, top};
-block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED>(
-    source, weights + 10 * C, output, output, rows, strip, split, lid, threads);
+block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED, STAGED>(
+    source, weights + 10 * C, output, output, rows, staged, strip, split, lid, threads);

@@ -62,12 +62,14 @@ class Tiling:
     ahead: bool  # load the next weights before using these
     threads: int  # per group; 1 on the host
     padding: int  # floats between two rows of scratch
+    staged: bool = False  # copy the group's weights to scratch first
 
     def scratch_bytes(self, shape: BlockShape) -> int:
         """Threadgroup memory of one group."""
         whole = -(-self.rows * shape.out_width // self.pixels) * self.pixels
         image = (shape.stride * (self.rows - 1) + 5) * (shape.width + 2) if shape.stem else 0
-        return 4 * (whole * (shape.depth + self.padding) + image)
+        staged = shape.depth * shape.outputs // self.splits if self.staged else 0
+        return 4 * (whole * (shape.depth + self.padding) + staged + image)
 
     def misfit(self, shape: BlockShape, vector: int) -> str | None:
         """Why this tiling does not fit `shape` on a target with vectors of `vector` channels, or None."""
