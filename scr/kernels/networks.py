@@ -19,7 +19,7 @@ from kernels.blocks import (
     packed_size,
 )
 from kernels.launcher import Call, Kernel, Output, chain, default_target
-from kernels.tilings import BlockShape, NetworkTiling, Tiling, default_network_tiling
+from kernels.tilings import BlockShape, NetworkTiling, SpreadTiling, Tiling, default_network_tiling
 
 PHASES = ("depthwise_phase.metal", "product_phase.metal", "block_phases.metal", "head_phase.metal")
 NETWORK = Kernel(
@@ -27,6 +27,13 @@ NETWORK = Kernel(
 )
 NETWORK_IN_DEVICE_MEMORY = Kernel(
     "network", inputs=("x", "weights"), outputs=("y", "memory"), headers=("scratch_device.metal", *PHASES)
+)
+
+NETWORK_SPREAD = Kernel(
+    "network_spread",
+    inputs=("x", "weights", "arrivals", "previous"),
+    outputs=("y", "memory"),
+    headers=("scratch_threadgroup.metal", *PHASES),
 )
 
 
@@ -117,6 +124,62 @@ def network_call(
         output_shapes=((batch, shape.classes),) + (((batch, floats),) if in_device_memory else ()),
         output_dtypes=(dtype,) + ((mx.float32,) if in_device_memory else ()),
         threadgroup_bytes=0 if in_device_memory else 4 * floats,
+    )
+
+
+def spread_call(
+    x: mx.array | Output,
+    batch: int,
+    dtype: mx.Dtype,
+    weights: mx.array,
+    shape: NetworkShape,
+    arrivals: mx.array,
+    previous: mx.array | Output,
+    tiling: SpreadTiling,
+) -> Call:
+    """The one launch of the network level spread over a CUDA GPU.
+
+    arrivals: uint32 zeros, one array for each sequence of launches; previous: the first output of the last
+    launch of the sequence (at first any array of that type), so that its launches never overlap.
+    """
+    floats = max(tiling.scratch_floats(shape.blocks), 8 * shape.blocks[-1].outputs)
+    first, second, _, last = shape.blocks
+    slices, parts = head_slices("cuda")
+    per_block = [
+        (f"{name}{number}", value)
+        for number, t in enumerate(tiling.blocks)
+        for name, value in (("ROWS", t.rows), ("SPLITS", t.splits), ("TP", t.pixels), ("STAGED", t.staged))
+    ]
+    return Call(
+        NETWORK_SPREAD,
+        inputs=(x, weights, arrivals, previous),
+        template=(
+            ("T", dtype),
+            ("H", first.height),
+            ("C0", first.channels),
+            ("C1", second.channels),
+            ("C2", last.channels),
+            ("CLASSES", shape.classes),
+            *per_block,
+            ("STEPS", tiling.steps),
+            ("AHEAD", tiling.ahead),
+            ("PAD", tiling.padding),
+            ("SLICES", slices),
+            ("PARTS", parts),
+            ("FLOATS", floats),
+        ),
+        groups=(tiling.groups, 1, 1),
+        group_size=(tiling.threads, 1, 1),
+        output_shapes=((batch, shape.classes), (2, batch, *_activations(shape))),
+        output_dtypes=(dtype, dtype),
+        threadgroup_bytes=4 * floats,
+    )
+
+
+def _activations(shape: NetworkShape) -> tuple[int, int]:
+    """Pixels and channels of the largest activations between blocks."""
+    return max(
+        ((s.out_height * s.out_width, s.outputs) for s in shape.blocks), key=lambda size: size[0] * size[1]
     )
 
 

@@ -8,6 +8,7 @@ typedef unsigned long long ulong;
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx
 #define threads_per_threadgroup blockDim
+#define threadgroups_per_grid gridDim
 #define threadgroup_barrier(flags) __syncthreads()
 
 // Static shared memory ends at 48 KB. A launch that asks for more gets all of it as one dynamic array,
@@ -79,6 +80,21 @@ FUNCTION vf max(vf a, vf b) {
   return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
 }
 }  // namespace metal
+
+// Wait until all groups of the grid are here, and see what they wrote. There must be a power of two of them, so
+// that the count of arrivals, which starts at zero and is never reset, wraps at the end of a turn.
+FUNCTION void grid_barrier(const uint* arrivals, uint groups) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint* const count = const_cast<uint*>(arrivals);
+    __threadfence();
+    const uint turn = atomicAdd(count, 1u) / groups;
+    while (*const_cast<volatile uint*>(count) / groups == turn) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
+}
 
 // Before a loop with a constant number of turns.
 #define UNROLL _Pragma("unroll")

@@ -99,6 +99,25 @@ class NetworkTiling:
     padding: int
 
 
+@dataclass(frozen=True)
+class SpreadTiling:
+    """One way to cut network_spread.metal's launch: a tiling per block and what the blocks share.
+
+    Of the blocks' tilings rows, splits, pixels and staged count.
+    """
+
+    blocks: tuple[Tiling, Tiling, Tiling, Tiling]
+    groups: int  # a power of two, at most as many as the GPU runs at once
+    threads: int
+    steps: int
+    ahead: bool
+    padding: int = 4
+
+    def scratch_floats(self, shapes: tuple[BlockShape, ...]) -> int:
+        """Scratch of one group: its widest block's."""
+        return max(t.scratch_bytes(s) // 4 for t, s in zip(self.blocks, shapes, strict=True))
+
+
 def vector_width(target: str) -> int:
     """Channels in a `vf` on `target`."""
     return host.vector_width() if target == "host" else GPU_VECTOR
