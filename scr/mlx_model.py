@@ -194,6 +194,12 @@ class FusedNetwork:
     def calls(self, batch: int, dtype: mx.Dtype) -> list[kernels.Call]:
         """The launches of one forward of `batch` images."""
         x = kernels.ARGUMENT
+        if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
+            arrivals = mx.zeros((8,), mx.uint32)
+            tiling = kernels.default_spread_tiling(batch, kernels.multiprocessors())
+            return [
+                kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, tiling)
+            ]
         if self.level == "network":
             return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target)]
         return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target)

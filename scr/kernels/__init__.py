@@ -22,18 +22,29 @@ from kernels.launcher import (
 from kernels.networks import (
     NetworkShape,
     block_calls,
+    multiprocessors,
     network,
     network_by_blocks,
     network_call,
     network_reference,
+    spread_call,
     weight_parts,
 )
-from kernels.plans import ARGUMENT, make_plan
+from kernels.plans import ARGUMENT, PREVIOUS, make_plan
 from kernels.square import square, square_reference
-from kernels.tilings import BlockShape, NetworkTiling, Tiling
+from kernels.tilings import (
+    SPREAD_BATCH,
+    BlockShape,
+    NetworkTiling,
+    SpreadTiling,
+    Tiling,
+    default_spread_tiling,
+)
 
 __all__ = [
     "ARGUMENT",
+    "PREVIOUS",
+    "SPREAD_BATCH",
     "TARGETS",
     "BlockShape",
     "Call",
@@ -41,6 +52,7 @@ __all__ = [
     "NetworkShape",
     "NetworkTiling",
     "Output",
+    "SpreadTiling",
     "Tiling",
     "Unavailable",
     "block",
@@ -49,6 +61,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_reference",
     "chain",
+    "default_spread_tiling",
     "default_target",
     "depthwise_params",
     "dw_bn_relu",
@@ -57,12 +70,14 @@ __all__ = [
     "head_reference",
     "launch",
     "make_plan",
+    "multiprocessors",
     "network",
     "network_by_blocks",
     "network_call",
     "network_reference",
     "pack_block",
     "pack_head",
+    "spread_call",
     "square",
     "square_reference",
     "unavailable",

@@ -3,6 +3,8 @@
 Both run from one packed array of weights: `pack_block`'s of each block, then `pack_head`'s.
 """
 
+import ctypes
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,6 +37,8 @@ NETWORK_SPREAD = Kernel(
     outputs=("y", "memory"),
     headers=("scratch_threadgroup.metal", *PHASES),
 )
+
+CUDA_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class NetworkShape(NamedTuple):
@@ -174,6 +178,16 @@ def spread_call(
         output_dtypes=(dtype, dtype),
         threadgroup_bytes=4 * floats,
     )
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Multiprocessors of the first CUDA device, asked of the driver since MLX does not tell."""
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuInit(0)
+    if driver.cuDeviceGetAttribute(ctypes.byref(count), CUDA_MULTIPROCESSORS, 0) != 0:
+        raise RuntimeError("the CUDA driver does not tell the number of multiprocessors")
+    return count.value
 
 
 def _activations(shape: NetworkShape) -> tuple[int, int]:

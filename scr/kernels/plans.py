@@ -6,6 +6,7 @@ takes. A plan does that work once per input shape; a call then only passes point
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from kernels.launcher import (
 )
 
 ARGUMENT = Output(-1)  # in a plan's calls: the array that the plan is called with
+PREVIOUS = Output(-2)  # the plan's last result, so that its runs follow each other; at first, zeros
 HOST_CHUNK = 16  # images whose activations, between two launches, stay in a CPU's last-level cache
 MAX_CHUNKS = 200  # a host chain has at most 1024 launches
 
@@ -54,26 +56,24 @@ def _gpu_plan(calls: Sequence[Call], target: str) -> Callable[[mx.array], mx.arr
     """Launch after launch, each prepared except for the arrays that change."""
     steps = []
     for call in calls:
-        arguments = gpu_arguments(call, target, _Same())
+        arguments = gpu_arguments(replace(call, inputs=()), target)
         steps.append((gpu_kernel(call, target), arguments, call.inputs))
+    ordered = any(i is PREVIOUS for call in calls for i in call.inputs)
+    last = mx.zeros((8,), calls[-1].output_dtypes[0])
 
     def run(x: mx.array) -> mx.array:
-        results = [[x]]  # of call number -1, 0, …
+        nonlocal last
+        results = [[last], [x]]  # of call number -2, -1, 0, …
         for kernel, arguments, inputs in steps:
             arguments["inputs"] = [
-                results[i.call + 1][i.index] if isinstance(i, Output) else i for i in inputs
+                results[i.call + 2][i.index] if isinstance(i, Output) else i for i in inputs
             ]
             results.append(kernel(**arguments))
+        if ordered:
+            last = results[-1][0]
         return results[-1][0]
 
     return run
-
-
-class _Same:
-    """Results that are not there yet: any output of any call is None."""
-
-    def __getitem__(self, index: int) -> "_Same":
-        return self
 
 
 class _HostPlan:

@@ -141,6 +141,11 @@ def divisor(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
+def power_of_two(limit: int) -> int:
+    """The largest power of two that is at most `limit`."""
+    return 1 << (limit.bit_length() - 1)
+
+
 def default_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     """The tiling to use for `batch` images where nobody has tuned."""
     return _host_tiling(shape, batch) if target == "host" else _gpu_tiling(shape, batch)
@@ -185,3 +190,18 @@ def default_network_tiling(batch: int, target: str) -> NetworkTiling:
         pixels = (7, 7) if host.vector_width() == 16 else (6, 5)
         return NetworkTiling(14, pixels[0], vectors, 7, pixels[1], vectors, 1, False, 1, 0)
     return NetworkTiling(2, 14, 1, 1, 7, 1, 8, True, 384, 4)
+
+
+SPREAD_BATCH = 32  # the largest batch whose images a CUDA GPU computes together
+
+
+def default_spread_tiling(batch: int, multiprocessors: int) -> SpreadTiling:
+    """The tiling of the network spread over a CUDA GPU where nobody has tuned: a group per multiprocessor."""
+
+    def cut(rows: int, splits: int, pixels: int) -> Tiling:
+        return Tiling(rows, splits, 1, pixels, 1, 8, False, 256, 4, staged=True)
+
+    wide, deep = (cut(1, 8, 1), cut(1, 12, 1)) if batch < 4 else (cut(2, 2, 2), cut(4, 6, 2))
+    return SpreadTiling(
+        (wide, wide, deep, deep), groups=power_of_two(multiprocessors), threads=256, steps=8, ahead=False
+    )
