@@ -114,7 +114,7 @@ def candidate(work: Work, device: str, threads: int, variant: str, name: str = "
     arguments |= {"device": device, "threads": threads, "variant": variant}
     name = name or ("torch" if variant == "torch" else f"torch-{variant}")
     # A process per family: a crash in one costs the others nothing.
-    worker = f"torch, {work.family}"
+    worker = "torch, mlp" if work.kind == "mlp" else f"torch, {work.family}"
     return Candidate(name, worker, "batch.networks:TorchCase", arguments, module="torch")
 
 

@@ -1,0 +1,190 @@
+"""The study's analysis and report on made-up records whose answers are known."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batch.analysis import Study, bandwidths, missing
+from batch.cases import MLP_WIDTHS, Work, all_works
+from batch.report import build
+from batch.roofline import Limits, predict
+from batch.study import STUDY, device_case
+from harness.cli import Fault
+from harness.record import Record, load, rows_from, save
+
+LIMITS = Limits(4e12, ((1e5, 4e11), (1e9, 2e11)), call_s=5e-6, launch_s=2e-6)
+Slow = Callable[[Work, str, int], float]
+
+
+def made_up(
+    device: str = "cpu",
+    slow: Slow = lambda work, backend, batch: 1.0,
+    noise: float = 0.01,
+    **environment: Any,
+) -> Record:
+    """A record of a machine that takes the model's time × `slow(work, backend, batch)`."""
+    generator = np.random.default_rng(1)
+    works = all_works(device, 16e9)
+    rows, cells = [], []
+
+    def add(case: str, dtype: str, backend: str, target: str, batch: int, seconds: float, kind: str) -> None:
+        label = {"study": STUDY, "case": case, "backend": backend, "target": target}
+        label |= {"batch_size": batch, "dtype": dtype}
+        for trial in range(8):
+            milliseconds = 1e3 * seconds * np.exp(generator.normal(0, noise))
+            place = {"kind": kind, "round": trial, "trial": trial, "sequence": len(rows)}
+            rows.append(label | place | {"start_s": 0.01 * len(rows), "latency_ms": milliseconds})
+        cells.append(label | {"state": "steady", "reason": "", "tf32": None})
+
+    for work in works:
+        for backend in ("torch", "torch-graph") if device == "cuda" else ("torch",):
+            for batch in work.batches:
+                seconds = predict(work.layers(batch), LIMITS).total_s * slow(work, backend, batch)
+                for kind in ("latency", "device") if device == "cuda" else ("latency",):
+                    add(work.name, work.dtype, backend, device, batch, seconds, kind)
+    if device == "cuda":
+        for width in MLP_WIDTHS:
+            add(device_case(width), "float32", "torch-cpu", "cpu", 1, 1e-10 * width**2, "latency")
+            add(device_case(width), "float32", "torch", "cuda", 1, 1e-4, "latency")
+    ceilings = [
+        {"name": "copy", "framework": "torch", "target": device, "bytes": int(size), "value": rate / 1e9}
+        for size, rate in LIMITS.bandwidth
+    ]
+    ceilings += [
+        {
+            "name": "fma",
+            "framework": "torch",
+            "target": device,
+            "dtype": dtype,
+            "value": LIMITS.flop_rate / 1e9,
+        }
+        for dtype in ("float32", "float16")
+    ]
+    facts = {"chip": "made up", "cores": 2, "os": "none", "versions": {}, "ceilings": ceilings}
+    facts |= {
+        "place": {"device": device, "name": "made-up device", "memory_bytes": 16e9, "cache_bytes": 10**7}
+    }
+    facts |= {"works": {f"{work.name} {work.dtype}": work.describe() for work in works}}
+    facts |= {"network": {"source": "output/per_trial.npz", "reason": "there is none.", "cells": []}}
+    for entry in ceilings:
+        entry["unit"] = "GB/s" if entry["name"] == "copy" else "GFLOP/s"
+    return Record(rows_from(rows), facts | environment, {}, [], cells)
+
+
+def report(record: Record, folder: Path) -> str:
+    """The report's text."""
+    build(record, folder, folder / "batching.md")
+    return (folder / "batching.md").read_text()
+
+
+def test_limits_are_recovered_from_the_floor_cases() -> None:
+    limits = Study(made_up(noise=0.0)).limits("torch", "latency", "float32")
+    assert limits.call_s == pytest.approx(LIMITS.call_s, rel=0.02)
+    assert limits.launch_s == pytest.approx(LIMITS.launch_s, rel=0.02)
+    assert limits.flop_rate == LIMITS.flop_rate
+
+
+def test_small_copies_paced_by_launches_do_not_lower_the_bandwidth() -> None:
+    entries = [(2**16, 20), (2**20, 300), (2**24, 500), (2**30, 400)]
+    ceilings = [
+        {"name": "copy", "target": "cuda", "bytes": size, "value": rate} for size, rate in reversed(entries)
+    ]
+    ceilings.append({"name": "copy", "target": "cpu", "bytes": 2**20, "value": 900.0})
+    ceilings.append({"name": "copy", "target": "cuda", "framework": "torch", "reason": "no memory"})
+    found = bandwidths(ceilings, "cuda")
+    assert [rate / 1e9 for _, rate in found] == pytest.approx([500, 500, 500, 400])
+    assert [size for size, _ in found] == [2**16, 2**20, 2**24, 2**30]
+
+
+def test_a_machine_that_keeps_to_the_model_is_said_to(tmp_path: Path) -> None:
+    text = report(made_up(), tmp_path)
+    assert "launches, arithmetic) predicts the knees of the MLPs" in text
+    assert "**no**" not in text
+    assert "missing term" not in text
+    for name in ("widths", "mlp", "layers", "large", "throughput"):
+        assert f"({name}.png)" in text
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+
+
+def test_slow_weights_are_found_as_the_missing_term(tmp_path: Path) -> None:
+    """Memory-bound forwards take three times the model's time, compute-bound ones the model's."""
+
+    def slow(work: Work, backend: str, batch: int) -> float:
+        prediction = predict(work.layers(batch), LIMITS)
+        return 3.0 if work.kind == "mlp" and prediction.bound == "memory" and work.family == "mlp" else 1.0
+
+    record = made_up(slow=slow)
+    wide = [curve for curve in Study(record).best("mlp") if curve.work.sizes["width"] in (2048, 4096)]
+    for curve in wide:
+        factors = missing(curve)
+        assert factors.flat == pytest.approx(3.0, rel=0.25)
+        assert factors.rise == pytest.approx(1.0, rel=0.25)
+        assert curve.agreement == pytest.approx(factors.flat / factors.rise)
+    text = report(record, tmp_path)
+    assert "does not predict all of the knees" in text
+    assert "missing term is in reading the weights" in text
+
+
+def test_slow_arithmetic_is_told_from_slow_weights(tmp_path: Path) -> None:
+    def slow(work: Work, backend: str, batch: int) -> float:
+        bound = predict(work.layers(batch), LIMITS).bound
+        return 4.0 if work.family == "mlp" and bound == "compute" else 1.0
+
+    text = report(made_up(slow=slow), tmp_path)
+    assert "missing term is arithmetic" in text
+
+
+def test_answers_on_a_gpu(tmp_path: Path) -> None:
+    def slow(work: Work, backend: str, batch: int) -> float:
+        return 2.0 if backend == "torch" and batch == 1 else 1.0
+
+    text = report(made_up("cuda", slow), tmp_path)
+    # The made-up CPU takes 1e-10 · width² seconds, the GPU 1e-4: equal at width 1000.
+    assert "the GPU beats the CPU beside it from width 1024 with `torch`" in text
+    assert "A CUDA graph makes batch 1 1." in text or "A CUDA graph makes batch 1 2." in text
+    assert "TF32 is off" in text
+    assert "(devices.png)" in text
+
+
+def test_attention_share_follows_the_caches_bytes(tmp_path: Path) -> None:
+    text = report(made_up(noise=0.0), tmp_path)
+    row = next(line for line in text.splitlines() if line.startswith("| 8,192 | 16 |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[3] == "1.07 GB"  # 2 · 16 · 8192 · 1024 · 4 bytes
+    assert cells[4] == cells[5]  # measured and modelled share
+    assert "attention's share does not stay small" in text
+
+
+def test_the_same_record_gives_the_same_report(tmp_path: Path) -> None:
+    record = made_up()
+    save(record, tmp_path / "per_trial.npz")
+    first = report(record, tmp_path)
+    pictures = {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert report(load(tmp_path / "per_trial.npz"), tmp_path) == first
+    assert pictures == {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+
+
+def test_the_networks_own_record_is_read(tmp_path: Path) -> None:
+    cells = [
+        {"backend": "torch", "dtype": "float32", "case": "network", "batch_size": batch, "p50_ms": p50}
+        for batch, p50 in ((1, 1.0), (16, 1.05), (64, 1.08), (512, 9.0))
+    ]
+    text = report(made_up(network={"source": "output/per_trial.npz", "cells": cells}), tmp_path)
+    assert "takes 9.00 to 9.00 times as long as the smallest, so the claim does not hold here" in text
+
+
+def test_without_ceilings_there_are_measurements_and_no_predictions(tmp_path: Path) -> None:
+    text = report(made_up(ceilings=[]), tmp_path)
+    assert "No knee of the width sweep can be compared" in text
+    assert "| MLP 8×1024 | float32 |" in text
+
+
+def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
+    record = made_up()
+    del record.environment["works"]
+    with pytest.raises(Fault, match="lacks works"):
+        build(record, tmp_path, tmp_path / "batching.md")
+    assert not list(tmp_path.iterdir())
