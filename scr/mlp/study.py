@@ -6,6 +6,7 @@ errors of merges, recompilations) goes into the cells, or into the environment's
 """
 
 import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -212,7 +213,7 @@ class Run:
         notes |= {"first_ms": cold[0], "second_ms": cold[1], "graphs": graphs_compiled() - before}
         if notes["graphs"]:
             notes["compile_s"] = (cold[0] - cold[-1]) / 1e3
-        trace = key.replace("×", "x").replace("→", "-").replace("+", "_").replace("/", "-").replace(" ", "_")
+        trace = re.sub(r"[^A-Za-z0-9.-]+", "_", key.replace("×", "x").replace("→", "-"))
         summary = profiling.profile_backend(backend, self.folder / f"{trace}.json.gz")
         notes |= {"trace": f"{trace}.json.gz", "observed": asdict(summary)}
         if "prediction" in notes and self.device != "mps":

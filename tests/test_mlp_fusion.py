@@ -1,0 +1,124 @@
+"""The command on tiny sizes, its report rebuilt from the stored files, and what it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.record import load
+from mlp import claims, report
+from mlp.view import View
+
+SCR = Path(__file__).parents[1] / "scr"
+
+
+def command(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run mlp_fusion.py with its output and conclusions below `folder`."""
+    program = (
+        "import sys; from pathlib import Path; import mlp_fusion; from harness.cli import run_command; "
+        "folder = Path(sys.argv.pop(1)); mlp_fusion.OUTPUT = folder / 'output'; "
+        "mlp_fusion.CONCLUSIONS = folder / 'conclusions'; run_command(mlp_fusion.main)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder), "--device", "cpu", *options],
+        cwd=SCR,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mlp")
+    options = ("--quick", "--seconds", "20", "--rounds", "4", "--trials", "8", "--experiments", "1", "2", "6")
+    done = command(folder, *options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder
+
+
+def test_it_writes_record_traces_plots_and_report(ran):
+    output = ran / "output" / "mlp_fusion"
+    record = load(output / "per_trial.npz")
+    assert record.environment["complete"]
+    ran_here = [cell for cell in record.cells if "observed" in cell]
+    assert {cell["experiment"] for cell in ran_here} == {1, 2, 6}
+    for cell in ran_here:
+        assert (output / "traces" / cell["trace"]).is_file()
+        assert cell["prediction"]["launches"] == sum(cell["prediction"]["kernels"].values())
+    assert all(check["passed"] for check in record.checks) and record.checks
+    assert {path.name for path in (output / "plots").glob("*.png")} == {
+        f"timeline_{number}.png" for number in (1, 2, 6)
+    }
+    text = (ran / "conclusions" / "mlp_fusion.md").read_text()
+    for expected in ("CUDA graphs need an NVIDIA GPU", "**refuted**", "three layers with ReLU"):
+        assert expected in text
+    for link in (f"../output/mlp_fusion/plots/timeline_{number}.png" for number in (1, 2, 6)):
+        assert link in text and (ran / "conclusions" / link).resolve().is_file()
+    assert str(ran) not in text
+
+
+def test_compiled_graphs_are_counted(ran):
+    view = View(load(ran / "output" / "mlp_fusion" / "per_trial.npz"))
+    name = view.case_names(lambda n: n.startswith("linear"))[0]
+    assert view.cell(name, "torch")["graphs"] == 0
+    assert view.cell(name, "torch-compile")["graphs"] == 1
+    assert view.cell(name, "torch-compile")["compile_s"] > 0.05
+
+
+def test_the_report_comes_again_from_the_stored_files(ran):
+    markdown = ran / "conclusions" / "mlp_fusion.md"
+    before = markdown.read_bytes()
+    markdown.unlink()
+    picture = ran / "output" / "mlp_fusion" / "plots" / "timeline_1.png"
+    drawn = picture.read_bytes()
+    done = command(ran, "--rebuild")
+    assert done.returncode == 0, done.stderr
+    assert markdown.read_bytes() == before
+    assert picture.read_bytes() == drawn
+
+
+def test_verdicts_follow_the_data(ran):
+    """The same record with other times and counts gives other verdicts."""
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    name = "two layers, no activation"
+    rows = record.rows
+    merged = (rows["case"] == name) & (rows["backend"] == "torch-merged")
+    apart = (rows["case"] == name) & (rows["backend"] == "torch")
+    for slower, verdict in ((0.5, "faster"), (2.0, "slower")):
+        rows.loc[apart, "latency_ms"] = 10 * (1 + 0.001 * np.arange(apart.sum()) % 3)
+        rows.loc[merged, "latency_ms"] = 10 * slower * (1 + 0.001 * np.arange(merged.sum()) % 3)
+        assert View(record).ratio(name, "torch-merged", "torch").verdict == verdict
+    assert claims.one_kernel(View(record)).verdict == "refuted"  # a CPU copies the bias first
+    for cell in record.cells:
+        if cell["case"].startswith("linear") and "observed" in cell:
+            cell["verdict"] = "confirmed"
+    assert claims.one_kernel(View(record)).verdict == "confirmed"
+
+
+def test_an_unexplained_refutation_is_said_to_be_open(ran):
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    cell = next(c for c in record.cells if c["case"].startswith("matmul") and "observed" in c)
+    cell["observed"]["kernels"] = {"gemm": 2, "pointwise": 1}
+    cell |= {"verdict": "refuted", "difference": "1 gemm more"}
+    assert "1 gemm more: **open**" in report.refuted(View(record))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--experiments", "9"], "experiments are numbered 1 to 7"),
+        (["--tag", "../x"], "names a folder"),
+        (["--seconds", "0"], "must be positive"),
+        (["--rebuild"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(tmp_path, options, sentence):
+    done = command(tmp_path, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*.npz"))
