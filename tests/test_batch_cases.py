@@ -86,14 +86,17 @@ def test_unknown_routing_is_refused() -> None:
 
 @pytest.mark.parametrize("device, memory", [("cpu", 8e9), ("mps", 8e9), ("cuda", 140e9)])
 def test_large_batches_are_trimmed_and_named(device: str, memory: float) -> None:
-    for work in all_works(device, memory):
-        assert work.batches[0] == 1
-        for batch in work.batches[1:]:
-            assert work.flops(batch) <= MOST_FLOPS[device]
-            assert work.bytes(batch) <= MEMORY_SHARE * memory
+    works = all_works(device, memory)
+    for work in works:
+        assert sorted(work.batches + work.trimmed) == sorted({*work.batches, *work.trimmed})
+        for batch in work.batches:
+            assert batch == 1 or work.flops(batch) <= MOST_FLOPS[device]
+            assert work.resident(batch) <= MEMORY_SHARE * memory
         for batch in work.trimmed:
             too_slow = work.flops(batch) > MOST_FLOPS[device]
-            assert too_slow or work.bytes(batch) > MEMORY_SHARE * memory
+            assert too_slow or work.resident(batch) > MEMORY_SHARE * memory
+    widest = next(work for work in works if work.name == "MLP 8×8192")
+    assert bool(widest.batches) == (memory > 20e9)  # 2.1 GB of weights are more than an eighth of 8 GB
 
 
 def test_a_work_survives_the_record() -> None:

@@ -57,6 +57,13 @@ class Work:
         """Bytes that one forward moves, each tensor read or written once per layer that does so."""
         return sum(layer.bytes for layer in self.layers(batch))
 
+    def resident(self, batch: int) -> float:
+        """Bytes that are there at once: all weights, and twice what the largest layer reads and writes."""
+        layers = self.layers(batch)
+        return sum(layer.weight_bytes for layer in layers) + 2 * max(
+            layer.activation_bytes for layer in layers
+        )
+
     def describe(self) -> dict[str, Any]:
         """JSON-able; `Work.restore` reads it."""
         return asdict(self)
@@ -130,12 +137,12 @@ def quicker(work: Work) -> Work:
 
 
 def trim(work: Work, device: str, memory_bytes: float) -> Work:
-    """Leave out the batches that are too large for the device; the first always stays."""
+    """Leave out the batches that are too large for the device: all of them where the weights do not fit."""
     kept = tuple(
         batch
         for index, batch in enumerate(work.batches)
-        if index == 0
-        or (work.flops(batch) <= MOST_FLOPS[device] and work.bytes(batch) <= MEMORY_SHARE * memory_bytes)
+        if (index == 0 or work.flops(batch) <= MOST_FLOPS[device])
+        and work.resident(batch) <= MEMORY_SHARE * memory_bytes
     )
     left_out = tuple(batch for batch in work.batches if batch not in kept)
     return Work(**asdict(work) | {"batches": kept, "trimmed": left_out})

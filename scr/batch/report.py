@@ -815,7 +815,9 @@ def published_table() -> str:
 def method(record: Record, study: Study) -> str:
     """How it was measured, what was left out and what failed."""
     trimmed = [
-        f"{work.name} ({work.dtype}) from batch {work.trimmed[0]} on" for work in study.works if work.trimmed
+        f"{work.name} ({work.dtype})" + (f" from batch {work.trimmed[0]} on" if work.batches else "")
+        for work in study.works
+        if work.trimmed
     ]
     few = [cell for cell in record.cells if cell["state"] == "few"]
     drifting = [cell for cell in record.cells if cell["state"] == "drifting"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from batch.cases import MLP_DEPTH, MLP_WIDTHS, Work, all_works
+from batch.cases import MLP_DEPTH, Work, all_works
 from harness import machine
 from harness.cli import Fault
 from harness.measure import Candidate, Case, MeasureSettings, Probe, run_study
@@ -42,12 +42,14 @@ def measure(settings: Settings, network_record: Path) -> Record:
     threads = settings.threads or machine.default_threads()
     place = find_device(settings.device)
     works = all_works(place["device"], place["memory_bytes"], settings.quick)
+    widths = sorted({work.sizes["width"] for work in works if work.family == "mlp" and work.batches})
     works = [work for work in works if work.family in (*settings.families, "floor")]
-    widths = [width for width in MLP_WIDTHS if not settings.quick or width <= 1024]
-    cases = [case_of(work, place["device"], threads) for work in works]
+    cases = [case_of(work, place["device"], threads) for work in works if work.batches]
     if place["device"] != "cpu" and "device" in settings.families:
         cases += [both_devices(width, place["device"], threads) for width in widths]
-    environment = machine.describe(threads=threads) | {
+    environment = machine.describe(threads=threads)
+    del environment["kernel_hashes"]  # none of our kernels runs in this study
+    environment |= {
         "place": place,
         "works": {work.name + " " + work.dtype: work.describe() for work in works},
         "network": network_medians(network_record),
