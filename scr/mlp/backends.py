@@ -55,9 +55,16 @@ class Callable_(Backend):
         self.notes: dict[str, Any] = {}
         self.captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self.output: Tensor | None = None
+        self.batch: np.ndarray | None = None
 
     def prepare(self, batch: np.ndarray) -> None:
-        """Put the rows on the device, rounded to the dtype; capture the graph at the first call."""
+        """Put the rows on the device, rounded to the dtype; capture the graph at the first call.
+
+        Rows that are there already stay: every burst prepares, and a large copy would cost more than the burst.
+        """
+        if batch is self.batch:
+            return
+        self.batch = batch
         x = torch.from_numpy(batch).to(self.target, self.dtype)
         if self.graph and self.captured:
             self.x.copy_(x)
