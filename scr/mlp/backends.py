@@ -60,7 +60,7 @@ class Callable_(Backend):
     def prepare(self, batch: np.ndarray) -> None:
         """Put the rows on the device, rounded to the dtype; capture the graph at the first call.
 
-        Rows that are there already stay: every burst prepares, and a large copy would cost more than the burst.
+        Rows that are there already stay: every burst prepares, and a large copy costs more than the burst.
         """
         if batch is self.batch:
             return

@@ -632,9 +632,8 @@ def run(settings: Settings, folder: Path) -> Record:
     gc.collect()
     gc.freeze()
     record = run_study(state.cases, replace(settings, budget=budget), environment, make_worker=Here)
-    record.rows = record.rows[
-        record.rows["kind"] != "cold"
-    ]  # profiling came first; cold calls are in the cells
+    # Profiling came before: cold calls are in the cells, and rows that stayed on the device were not moved.
+    record.rows = record.rows[~record.rows["kind"].isin(("cold", "transfer"))]
     record.environment |= {
         "ceilings": state.limits,
         "findings": state.findings,
