@@ -96,7 +96,7 @@ def network_call(
     if dtype not in TYPES:
         raise ValueError(f"x must be float32 or float16, got {dtype}")
     first, second, _, last = shape.blocks  # the text has four blocks, of strides 2, 1, 2, 1
-    tiling = tiling or default_network_tiling(batch, target)
+    tiling = tiling or default_network_tiling(shape.blocks, batch, target)
     slices, parts = head_slices(target)
     floats = network_scratch_floats(shape, tiling)
     in_device_memory = target == "metal"

@@ -172,24 +172,24 @@ def _host_tiling(shape: BlockShape, batch: int) -> Tiling:
 
 def _gpu_tiling(shape: BlockShape, batch: int) -> Tiling:
     """Strips within 32 KB; tall tiles for throughput, small ones and split channels at small batches."""
-    pixels = 1 if batch < 4 else 2 if batch < 64 else 7 if shape.out_width % 7 == 0 else 4
-    splits = 1
-    if batch < 4:
-        splits = math.gcd(shape.outputs // GPU_VECTOR, 4)
     row_bytes = 4 * shape.out_width * (shape.depth + 4)
     rows = max(1, min(shape.out_height, 4 if shape.out_width <= 7 else 2, SCRATCH_BYTES // row_bytes))
-    tiles = -(-rows * shape.out_width // pixels) * (shape.outputs // splits // GPU_VECTOR)
+    pixels = divisor(rows * shape.out_width, 1 if batch < 4 else 2 if batch < 64 else 7)
+    splits = math.gcd(shape.outputs // GPU_VECTOR, 4) if batch < 4 else 1
+    tiles = rows * shape.out_width // pixels * (shape.outputs // splits // GPU_VECTOR)
     threads = min(384, max(64, -(-tiles // 32) * 32))
-    return Tiling(rows, splits, 1, pixels, 1, 8, True, threads, 4)
+    return Tiling(rows, splits, 1, pixels, 1, divisor(shape.depth, 8), True, threads, 4)
 
 
-def default_network_tiling(batch: int, target: str) -> NetworkTiling:
-    """The network kernel's tiling where nobody has tuned."""
+def default_network_tiling(shapes: tuple[BlockShape, ...], batch: int, target: str) -> NetworkTiling:
+    """The tiling of network.metal where nobody has tuned, for a network of these blocks."""
+    wide, deep = shapes[1], shapes[3]
     if target == "host":
-        vectors = packed_vectors(96, "host")
         pixels = (7, 7) if host.vector_width() == 16 else (6, 5)
-        return NetworkTiling(14, pixels[0], vectors, 7, pixels[1], vectors, 1, False, 1, 0)
-    return NetworkTiling(2, 14, 1, 1, 7, 1, 8, True, 384, 4)
+        vectors = packed_vectors(wide.outputs, "host"), packed_vectors(deep.outputs, "host")
+        runs = divisor(wide.out_width, 14), divisor(deep.out_width, 14)
+        return NetworkTiling(runs[0], pixels[0], vectors[0], runs[1], pixels[1], vectors[1], 1, False, 1, 0)
+    return NetworkTiling(divisor(wide.out_width, 2), 14, 1, 1, 7, 1, 8, True, 384, 4)
 
 
 SPREAD_BATCH = 32  # the largest batch whose images a CUDA GPU computes together

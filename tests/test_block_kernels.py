@@ -1,0 +1,178 @@
+"""The block and network kernels' Python: packing, tilings, refusals, and plans that run a batch in chunks.
+
+The texts themselves are checked, on every target, by tests/kernels.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import kernels
+from kernels import blocks, plans, tilings
+from kernels.tilings import BlockShape, Tiling
+
+SHAPE = kernels.NetworkShape(
+    (
+        BlockShape(12, 12, 16, 32, 2, stem=True),
+        BlockShape(6, 6, 32, 32, 1),
+        BlockShape(6, 6, 32, 48, 2),
+        BlockShape(3, 3, 48, 48, 1),
+    ),
+    classes=7,
+)
+needs_host = pytest.mark.skipif(
+    kernels.unavailable("host") is not None, reason=f"no host target: {kernels.unavailable('host')}"
+)
+
+
+def random(rng: np.random.Generator, *shape: int) -> mx.array:
+    return mx.array(rng.normal(scale=0.3, size=shape).astype(np.float32))
+
+
+def packed_block(shape: BlockShape, target: str, seed: int = 0) -> mx.array:
+    rng = np.random.default_rng(seed)
+    c, k, n = shape.channels, shape.depth, shape.outputs
+    stem = (random(rng, 9, c), random(rng, c)) if shape.stem else None
+    return blocks.pack_block(
+        shape, random(rng, 9, c), random(rng, c), random(rng, k, n), random(rng, n), stem, target
+    )
+
+
+def packed_network(target: str) -> mx.array:
+    rng = np.random.default_rng(1)
+    head = kernels.pack_head(random(rng, SHAPE.classes, 48), random(rng, SHAPE.classes))
+    return mx.concatenate([*(packed_block(s, target, i) for i, s in enumerate(SHAPE.blocks)), head])
+
+
+@needs_host
+@pytest.mark.parametrize("shape", SHAPE.blocks)
+@pytest.mark.parametrize("target", ["host", "metal"])
+def test_unpacking_is_the_inverse_of_packing(shape, target):
+    rng = np.random.default_rng(3)
+    c, k, n = shape.channels, shape.depth, shape.outputs
+    parts = [random(rng, 9, c), random(rng, c), random(rng, k, n), random(rng, n)]
+    stem = [random(rng, 9, c), random(rng, c)] if shape.stem else []
+    packed = blocks.pack_block(shape, *parts, tuple(stem) or None, target)
+    assert packed.size == blocks.packed_size(shape)
+    for part, back in zip(stem + parts, blocks.unpack_block(packed, shape, target), strict=True):
+        assert mx.array_equal(part, back)
+
+
+def test_weights_for_a_gpu_keep_the_order_of_the_matrix():
+    shape = BlockShape(4, 4, 4, 8)
+    matrix = mx.arange(32, dtype=mx.float32).reshape(4, 8)
+    packed = blocks.pack_block(shape, mx.zeros((9, 4)), mx.zeros(4), matrix, mx.zeros(8), target="cuda")
+    assert packed[40:72].tolist() == list(range(32))
+
+
+@needs_host
+@pytest.mark.parametrize("level", ["block", "network"])
+@pytest.mark.parametrize("batch", [1, 2, plans.HOST_CHUNK + 3])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_a_plan_computes_what_the_reference_does(level, batch, dtype):
+    weights = packed_network("host")
+    x = random(np.random.default_rng(batch), batch, 12, 12, 1).astype(dtype)
+
+    def chain(n):
+        if level == "network":
+            return [kernels.network_call(kernels.ARGUMENT, n, dtype, weights, SHAPE, "host")]
+        parts = kernels.weight_parts(weights, SHAPE)
+        return kernels.block_calls(kernels.ARGUMENT, n, dtype, parts, SHAPE, "host")
+
+    plan = kernels.make_plan(chain, batch, "host", threads=2)
+    expected = np.array(kernels.network_reference(x.astype(mx.float32), weights, SHAPE, target="host"))
+    tolerance = 2e-6 if dtype == mx.float32 else 2e-3  # storage between blocks; sums are float32
+    for _ in range(2):  # a plan runs many times on the same memory
+        y = plan(x)
+        assert y.dtype == dtype
+        error = np.abs(np.array(y).astype(np.float64) - expected).max() / np.abs(expected).max()
+        assert error < tolerance
+    earlier = plan(x)
+    plan(x + 1)
+    assert mx.array_equal(earlier, y), "a later run changed an earlier result"
+
+
+@needs_host
+def test_a_plan_on_the_host_refuses_to_be_compiled():
+    weights = packed_network("host")
+    plan = kernels.make_plan(
+        lambda n: [kernels.network_call(kernels.ARGUMENT, n, mx.float32, weights, SHAPE, "host")], 1, "host"
+    )
+    with pytest.raises(kernels.Unavailable, match=r"inside mx\.compile"):
+        mx.eval(mx.compile(plan)(mx.zeros((1, 12, 12, 1))))
+
+
+@needs_host
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(rows=1, splits=1, run=1, pixels=1, vectors=1, steps=1, ahead=False, threads=1, padding=0),
+        Tiling(rows=2, splits=2, run=2, pixels=3, vectors=1, steps=4, ahead=True, threads=1, padding=4),
+        Tiling(rows=4, splits=1, run=3, pixels=5, vectors=2, steps=2, ahead=False, threads=1, padding=8),
+    ],
+)
+@pytest.mark.parametrize("shape", [BlockShape(6, 6, 32, 32, 1), BlockShape(11, 12, 32, 64, 2)])
+def test_any_tiling_that_fits_gives_the_same_answer(shape, tiling, monkeypatch):
+    # One vector per tile on the host, so that tilings with other numbers of vectors can be packed for.
+    monkeypatch.setattr(blocks, "packed_vectors", lambda outputs, target: tiling.vectors)
+    if tiling.misfit(shape, tilings.vector_width("host")):
+        pytest.skip("needs a narrower vector than this processor's")
+    weights = packed_block(shape, "host")
+    x = random(np.random.default_rng(5), 2, shape.height, shape.width, shape.channels)
+    y = np.array(kernels.block(x, weights, shape, tiling, "host"))
+    expected = np.array(kernels.block_reference(x, weights, shape, target="host"))
+    assert np.abs(y - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("batch", [1, 16, 128, 4096])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPE.blocks,
+        BlockShape(112, 112, 32, 64),
+        BlockShape(56, 56, 128, 128, 2),
+        BlockShape(28, 28, 256, 256),
+        BlockShape(14, 14, 512, 512),
+        BlockShape(7, 7, 1024, 1024),
+    ],
+)
+def test_default_tilings_for_gpus_fit_the_shape_and_32_kilobytes(shape, batch):
+    for target in ("metal", "cuda"):
+        tiling = tilings.default_tiling(shape, batch, target)
+        assert tiling.misfit(shape, tilings.GPU_VECTOR) is None
+        assert tiling.threads % 32 == 0
+        if target == "metal":
+            assert tiling.scratch_bytes(shape) <= tilings.SCRATCH_BYTES
+
+
+def test_a_tiling_that_does_not_fit_is_refused_with_the_reason():
+    shape = BlockShape(6, 6, 32, 32, 1)
+    good = tilings.default_tiling(shape, 1, "cuda")
+    assert good.misfit(BlockShape(6, 6, 30, 32, 1), 4) == "channels must be multiples of 4 and outputs of 16"
+    assert "does not divide 6 columns" in Tiling(1, 1, 4, 1, 1, 1, False, 32, 4).misfit(shape, 4)
+    assert "do not divide a depth of 32" in Tiling(1, 1, 1, 1, 1, 5, False, 32, 4).misfit(shape, 4)
+
+
+@needs_host
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (mx.zeros((1, 6, 6, 16)), r"x must be \(N, 6, 6, 32\)"),
+        (mx.zeros((0, 6, 6, 32)), "N ≥ 1"),
+        (mx.zeros((1, 6, 6, 32), mx.bfloat16), "float32 or float16"),
+    ],
+)
+def test_block_refuses_inputs_that_do_not_fit(x, message):
+    shape = BlockShape(6, 6, 32, 32, 1)
+    with pytest.raises(ValueError, match=message):
+        kernels.block(x, packed_block(shape, "host"), shape, target="host")
+
+
+@needs_host
+def test_block_refuses_weights_of_another_size():
+    with pytest.raises(ValueError, match="weights must be 1376 float32"):
+        kernels.block(mx.zeros((1, 6, 6, 32)), mx.zeros((10,)), BlockShape(6, 6, 32, 32, 1), target="host")
+
+
+def test_groups_of_the_spread_network_are_a_power_of_two():
+    assert [tilings.power_of_two(n) for n in (1, 2, 24, 127, 128, 132)] == [1, 2, 16, 64, 128, 128]
