@@ -25,6 +25,9 @@ PEERS = ("torch", "onnxruntime")
 PLAIN = ("mlx-folded", "mlx-compile", "mlx")
 OWN_KERNELS = ("mlx-fused", "mlx-fused-compile", "mlx-block", "mlx-network")
 
+# A call that returns before this share of its time returned before its result was there.
+RETURNS_EARLY = 0.5
+
 MISSING_TERM_FROM = 2.0  # times the floor: from here on the report says what the floor leaves out
 
 
@@ -147,14 +150,14 @@ class Group:
 
     @cached_property
     def straight_lines(self) -> dict[str, tuple[float, float]]:
-        """Per backend (ms per forward, ms per image): the line through its medians at three or more batches.
+        """Per backend (ms per forward, ms per image): the line through its medians at two or more batches.
 
         Least squares of relative errors with both terms held at zero or above.
         """
         found = {}
         for backend in self.backends:
             sizes = [size for size in self.batch_sizes if self.p50(backend, size) is not None]
-            if len(sizes) < 3:
+            if len(sizes) < 2:
                 continue
             medians = np.array([self.p50(backend, size) for size in sizes])
             columns = np.stack([1 / medians, np.array(sizes) / medians], axis=1)
@@ -179,7 +182,7 @@ class Group:
         gap = median - floor
         cost = self.cost(backend, batch_size)
         python = self.p50(backend, batch_size, "python")
-        if python is not None and gap / 2 <= python < 0.8 * median:
+        if python is not None and gap / 2 <= python < RETURNS_EARLY * median:
             return f"Python and graph building, {_ms(python)} ms"
         device = self.p50(backend, batch_size, "device")
         if device is not None:

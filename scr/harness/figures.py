@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from harness import ceilings, ladder, plots, published
-from harness.analysis import PEERS, PLAIN, Group
+from harness import ceilings, costs, ladder, plots, published
+from harness.analysis import PEERS, PLAIN, Group, groups
 from harness.statistics import P99_FROM
 
 MOST_PANELS = 8
@@ -24,7 +24,7 @@ def timeline(group: Group) -> Figure:
     sizes = group.batch_sizes[:MOST_PANELS]
     legend = [
         *plots.legend_patches(group.backends),
-        Line2D([], [], color="#555555", label="rolling mean of 20"),
+        Line2D([], [], color="#555555", label="rolling mean of 21"),
     ]
     figure, panels = plots.panels_figure(
         [f"batch {n}" for n in sizes], columns=2, height=2.1, legend=legend, legend_columns=5
@@ -257,12 +257,43 @@ def waterfall(group: Group) -> Figure | None:
     return figure
 
 
+def layer_shares(parts: dict[str, Group]) -> Figure | None:
+    """Share of time by kind of layer, per backend, beside the share of multiply-accumulates.
+
+    parts: kind of layer -> its group; None where there is none.
+    """
+    if not parts:
+        return None
+    first = next(iter(parts.values()))
+    bars_ = {"multiply-accumulates": {kind: 100 * share for kind, share in costs.mac_shares().items()}}
+    for backend in first.backends:
+        for size in first.batch_sizes:
+            times = {kind: group.p50(backend, size) for kind, group in parts.items()}
+            total = sum(value or 0 for value in times.values())
+            if total:
+                name = f"{backend}, batch {size}"
+                bars_[name] = {kind: 100 * value / total for kind, value in times.items() if value}
+    kinds = list(dict.fromkeys(kind for shares in bars_.values() for kind in shares))
+    colours = dict(zip(kinds, plots.PARTS, strict=False))
+    figure, (axes,) = plots.panels_figure(
+        ["share by kind of layer"],
+        columns=1,
+        height=0.9 + 0.32 * len(bars_),
+        legend=[Patch(color=colours[kind], label=kind) for kind in kinds],
+        legend_columns=6,
+    )
+    plots.draw_shares(axes, bars_, colours)
+    axes.set_xlabel("%")
+    return figure
+
+
 FIGURES: dict[str, tuple[Callable[[Group], Figure | None], str]] = {
     "p50_bars": (bars, "P50 with whiskers to P95"),
     "speedup": (speedups, "Speedup with 95 % intervals"),
     "scaling": (scaling, "Throughput and scaling efficiency"),
     "ladder": (waterfall, "The ladder: what each step changed"),
     "roofline": (roofline, "Roofline with measured ceilings"),
+    "layers": (lambda group: layer_shares(_parts(group)), "Share of time by kind of layer"),
     "timeline": (timeline, "Every trial over the run"),
     "cdf": (cdf, "Distributions with P50, P95, P99"),
     "violins": (violins, "Shapes of the distributions"),
@@ -272,6 +303,14 @@ FIGURES: dict[str, tuple[Callable[[Group], Figure | None], str]] = {
 def article_and_honest(group: Group) -> list[str]:
     """The baselines for our kernels: the best without one, and the network as written."""
     return [name for name in (group.first_of(PLAIN), "mlx") if name in group.backends]
+
+
+def _parts(group: Group) -> dict[str, Group]:
+    """The groups that time the network's layers by kind, in the record of a group of the same dtype."""
+    found = [other for other in groups(group.record) if other.study == "layers"]
+    kinds = {other.case: other for other in found if other.dtype == group.dtype}
+    order = [*costs.mac_shares(), *kinds]
+    return {kind: kinds[kind] for kind in sorted(kinds, key=order.index)}
 
 
 def _is_network(group: Group) -> bool:

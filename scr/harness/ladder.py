@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harness.analysis import Group
+from harness.analysis import RETURNS_EARLY, Group
 from harness.statistics import Comparison
 
 # rung -> the rungs it is built on, the nearest first; a rung that was not measured is skipped over.
@@ -105,7 +105,7 @@ def split(group: Group, rung: str, base: str, batch_size: int) -> dict[str, floa
 def _python_ms(group: Group, backend: str, batch_size: int) -> float | None:
     """Python's own time; None where the call returns only with the result, so that it cannot be told."""
     python, median = group.p50(backend, batch_size, "python"), group.p50(backend, batch_size)
-    return None if python is None or median is None or python > 0.8 * median else python
+    return None if python is None or median is None or python > RETURNS_EARLY * median else python
 
 
 def winners(group: Group, among: list[str]) -> list[tuple[int, str, str | None, Comparison | None]]:

@@ -143,7 +143,7 @@ def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> N
     add("Which rung wins at which batch", sections.winners(first))
     add("Launches", sections.launches(first))
     shares = sections.layer_shares(found)
-    add("Time by layer type", shares or "Layers were not timed apart in this run.")
+    add("Time by layer type", shares or "Layers were not timed apart in this run.", "layers")
     parts = sections.ablation(found)
     add("Is BatchNorm free, is ReLU?", parts or "The kernel's parts were not timed apart in this run.")
 

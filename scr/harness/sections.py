@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness import costs, ladder, machine, published, statistics
-from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, Group, groups
+from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, RETURNS_EARLY, Group, groups
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
@@ -71,8 +71,9 @@ def machine_table(record: Record) -> str:
         (
             "versions",
             ", ".join(
-                [f"Python {facts['python']}"] * ("python" in facts)
-                + [f"{name} {version}" for name, version in facts["versions"].items()]
+                f"{name} {version}"
+                for name, version in [("Python", facts.get("python")), *facts["versions"].items()]
+                if version
             ),
         ),
         ("TF32", "on in some cases" if tf32 == {True, False} else "on" if tf32 == {True} else None),
@@ -223,7 +224,7 @@ def honest_baseline(group: Group) -> str:
     if not {"mlx", "mlx-folded"} <= set(group.backends):
         return text + " This run did not measure both, so it cannot say what those two give."
     found = compared(group, "mlx-folded", "mlx")
-    return text + f" Here `mlx-folded` is {by_verdict(found)} MLX as written."
+    return text + f" Here it is, against the network as written, {by_verdict(found)}."
 
 
 def prediction(group: Group) -> str:
@@ -368,7 +369,7 @@ def lazy_trap(group: Group) -> str:
         before = len(rows)
         for size in _ends(group):
             returned, true = group.p50(backend, size, "python"), group.p50(backend, size)
-            if returned is None or true is None or returned > 0.8 * true:
+            if returned is None or true is None or returned > RETURNS_EARLY * true:
                 continue
             rows.append(
                 {"backend": backend, "batch": size, "call returned after ms": _ms(returned)}
@@ -434,7 +435,8 @@ def cold_start(group: Group) -> str:
 def correctness(record: Record) -> str:
     """The largest error of every backend against the float64 reference."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for check in record.checks:
+    order = {(c["case"], c["backend"], c["dtype"]): i for i, c in enumerate(record.cells)}
+    for check in sorted(record.checks, key=lambda c: order.get((c["case"], c["backend"], c["dtype"]), -1)):
         key = (check["case"], check["backend"], check["dtype"])
         row = rows.setdefault(key, {"checks": 0, "failed": 0, "error": None, "check": check})
         row["checks"] += 1
@@ -511,7 +513,7 @@ def winners(group: Group) -> str:
     if len(among) < 2:
         return ""
     rows = []
-    for size, best, second, compared in ladder.winners(group, among):
+    for size, best, second, ahead in ladder.winners(group, among):
         overall = group.fastest(size)
         against = group.speedup(best, overall, size) if overall != best else None
         rows.append(
@@ -520,7 +522,7 @@ def winners(group: Group) -> str:
                 "fastest rung": f"`{best}`",
                 "P50 ms": milliseconds(group.p50(best, size)),
                 "next": f"`{second}`" if second else None,
-                "× next": verdict_cell(compared),
+                "× next": verdict_cell(ahead),
                 "fastest of all": f"`{overall}`",
                 "rung × fastest of all": verdict_cell(against) if against else "1",
             }
@@ -560,8 +562,9 @@ def layer_shares(found: Sequence[Group]) -> str:
     timed = [group for group in found if group.study == "layers"]
     if not timed:
         return ""
-    parts = {group.case: group for group in timed}
     macs = costs.mac_shares()
+    order = [*macs, *(group.case for group in timed)]
+    parts = {group.case: group for group in sorted(timed, key=lambda group: order.index(group.case))}
     rows, sentences = [], []
     first = timed[0]
     for backend in first.backends:

@@ -1,5 +1,6 @@
 """What pays on this machine, in five sentences computed from a group of a record."""
 
+from harness import published
 from harness.analysis import OWN_KERNELS, PEERS, PLAIN, Group
 from harness.statistics import NOISY_CV_PERCENT, Comparison
 from harness.tables import count, interval, milliseconds, percent, ratio, span, words
@@ -53,8 +54,11 @@ def article_sentence(group: Group) -> str:
     found = compared(group, "mlx-fused", "mlx")
     if not found:
         return f"{start} was not measured beside `mlx` in this run, so its gain here is unknown."
-    text = f"{start} is {by_verdict(found)} MLX as written"
-    return text + " (published for an M1: 1.49–2.89 times faster)."
+    known = [published.speedup("mlx-fused", "mlx", size) for size in published.BATCH_SIZES]
+    return (
+        f"{start}, against MLX as written: {by_verdict(found)} "
+        f"({published.LABEL}: {span(min(known), max(known))} times faster)."
+    )
 
 
 def kernels_sentence(group: Group) -> str:
@@ -71,16 +75,17 @@ def kernels_sentence(group: Group) -> str:
             found.append((size, group.speedup(best, plain, size)))
     if not found:
         return "**Custom kernels** and MLX without them share no batch size in this run."
-    text = f"**Custom kernels**: the best of them is {by_verdict(found)} the best MLX without any"
-    text += "" if honest else " in this run, which lacks the honest baseline, folded and compiled"
-    peers = tuple(n for n in group.backends if n.startswith("torch") or n == "onnxruntime")
-    peer_found = []
+    text = f"**Custom kernels**, the best of them against the best MLX without any: {by_verdict(found)}"
+    text += "" if honest else " (this run lacks the honest baseline, folded and compiled)"
+    peers = tuple(name for name in group.backends if name.startswith("torch") or name == "onnxruntime")
+    against_peers = []
     for size in group.batch_sizes:
-        best, peer = group.fastest(size, own), group.fastest(size, peers) if peers else None
+        best, peer = group.fastest(size, own), group.fastest(size, peers)
         if best and peer:
-            peer_found.append((size, group.speedup(best, peer, size)))
-    if peer_found:
-        text += f", and {by_verdict(peer_found)} the best of {words([f'`{n}`' for n in peers])}"
+            against_peers.append((size, group.speedup(best, peer, size)))
+    if against_peers:
+        names = words([f"`{name}`" for name in peers])
+        text += f"; against the best of {names}: {by_verdict(against_peers)}"
     return text + "."
 
 
@@ -133,12 +138,12 @@ def compared(group: Group, backend: str, baseline: str) -> list[tuple[int, Compa
 
 
 def by_verdict(found: list[tuple[int, Comparison]]) -> str:
-    """What comparisons say, worded to stand before a noun: 1.2–1.4 times faster (batch 1 and 16) than."""
+    """What comparisons say: 1.2–1.4 times faster at batch 1 and 16, equivalent at batch 64."""
     phrases = {
-        "faster": "{} times faster (batch {}) than",
-        "slower": "slower, {} times as fast (batch {}), than",
-        "equivalent": "equivalent (batch {1}) to",
-        "undecided": "not decidedly different ({} times as fast, batch {}) from",
+        "faster": "{} times faster",
+        "slower": "slower ({} times as fast)",
+        "equivalent": "equivalent ({} times as fast)",
+        "undecided": "undecided ({} times as fast)",
     }
     parts = []
     for verdict, phrase in phrases.items():
@@ -147,8 +152,8 @@ def by_verdict(found: list[tuple[int, Comparison]]) -> str:
             continue
         ratios = [one.ratio for _, one in chosen]
         shown = interval(chosen[0][1]) if len(chosen) == 1 else span(min(ratios), max(ratios))
-        parts.append(phrase.format(shown, words([size for size, _ in chosen])))
-    return words(parts)
+        parts.append(f"{phrase.format(shown)} at batch {words([size for size, _ in chosen])}")
+    return ", ".join(parts)
 
 
 def against(found: list[Comparison | None], sizes: list[int], peer: str) -> str:

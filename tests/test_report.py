@@ -1,0 +1,346 @@
+"""The report: computed from a stored record, the same each time, right also when the news is bad."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from harness import published, sections, verdicts
+from harness.analysis import groups
+from harness.cli import Fault
+from harness.ladder import crossovers, steps
+from harness.paths import ROOT
+from harness.record import load, save
+from harness.report import build, text
+from harness.tables import markdown_table, percent, ratio, significant
+from synthetic_record import expected_ms, make_record, unavailable_cells
+
+
+def report_text(record, again=None, paused=None):
+    """The Markdown without drawing anything."""
+    return text(record, groups(record), {}, "per_trial.npz", again, paused)
+
+
+def section(markdown, title):
+    """The body of the section whose title begins so."""
+    found = re.search(rf"^## {re.escape(title)}[^\n]*\n\n(.*?)(?=^## |\Z)", markdown, re.M | re.S)
+    return found.group(1) if found else ""
+
+
+def joined(*records):
+    """Several records as one."""
+    first = records[0]
+    first.rows = pd.concat([record.rows for record in records], ignore_index=True)
+    for other in records[1:]:
+        first.cells += other.cells
+        first.checks += other.checks
+    return first
+
+
+@pytest.fixture(scope="module")
+def record():
+    return make_record()
+
+
+@pytest.fixture(scope="module")
+def markdown(record):
+    return report_text(record)
+
+
+def test_tables_by_hand():
+    rows = [{"a": 1, "b": None, "empty": None}, {"a": "x|y", "b": 2.5}]
+    assert markdown_table(rows) == "| a | b |\n|---|---:|\n| 1 | – |\n| x\\|y | 2.5 |"
+    assert markdown_table([]) == ""
+
+
+def test_numbers_by_hand():
+    assert [significant(v) for v in (0.012345, 12.345, 1234.5, 0, None)] == [
+        "0.0123",
+        "12.3",
+        "1,234",
+        "0",
+        None,
+    ]
+    assert [percent(v) for v in (0, 0.334, 5.25, 81.6)] == ["0 %", "0.33 %", "5.2 %", "82 %"]
+    texts = ["0.0394", "0.66", "1.23", "12.3", "123"]
+    assert [ratio(v) for v in (0.0394, 0.66, 1.2345, 12.34, 123.4)] == texts
+
+
+def test_a_rebuild_gives_the_same_bytes_and_removes_stale_plots(tmp_path):
+    path = tmp_path / "output" / "per_trial.npz"
+    save(make_record(backends=("torch", "mlx", "mlx-fused"), batch_sizes=(1, 128)), path)
+    plots_dir, result = tmp_path / "output" / "plots", tmp_path / "conclusions" / "benchmark_result.md"
+    build(load(path), plots_dir, result)
+    first = {p.name: p.read_bytes() for p in [result, *plots_dir.iterdir()]}
+    result.unlink()
+    (plots_dir / "cdf.png").unlink()
+    (plots_dir / "gone.png").write_bytes(b"from an older program")
+    build(load(path), plots_dir, result)
+    assert {p.name: p.read_bytes() for p in [result, *plots_dir.iterdir()]} == first
+    links = re.findall(r"\]\(([^)]+)\)", result.read_text())
+    assert len(links) >= 9
+    for link in links:
+        assert not link.startswith("/") and (result.parent / link).exists(), link
+
+
+def test_needs_no_framework():
+    program = (
+        "import sys; sys.path.insert(0, 'scr'); import report, harness.report, harness.compare;"
+        "print([name for name in ('torch', 'mlx', 'onnxruntime') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_table_holds_what_numpy_computes(record, markdown):
+    rows = record.rows[record.rows["kind"] == "latency"]
+    cell = rows[(rows["backend"] == "mlx-fused") & (rows["batch_size"] == 1)]["latency_ms"].to_numpy()
+    line = next(
+        line.split(" | ") for line in section(markdown, "Results").splitlines() if "| mlx-fused |" in line
+    )
+    assert line[2] == f"{np.percentile(cell, 50):.1f}"
+    assert line[3] == f"{np.percentile(cell, 95):.1f}"
+    assert line[4].startswith(f"{100 * cell.std(ddof=1) / cell.mean():.1f}")
+    assert line[-1].strip(" |") == "1.92"  # published
+    assert re.search(r"1\.5\d \[1\.\d\d, 1\.\d\d\] faster", " ".join(line))
+
+
+def test_no_speedup_without_interval_and_verdict(markdown):
+    for line in section(markdown, "Results").splitlines():
+        for cell in line.split(" | "):
+            if re.fullmatch(r"[\d.,]+ \[.*\].*|[\d.,]+ \(no interval\).*", cell):
+                assert cell.split()[-1] in ("faster", "slower", "equivalent", "undecided"), cell
+
+
+def test_few_trials_give_dashes_and_a_noisy_cell_is_flagged():
+    noisy = make_record(backends=("torch", "mlx"), batch_sizes=(1, 512), noise=0.2)
+    result = section(report_text(noisy), "Results")
+    slow = next(line for line in result.splitlines() if "| mlx |" in line and "few" in line)
+    assert slow.split(" | ")[3] == "–"
+    assert re.search(r"\*\*\d\d %\*\* ⚠", result)
+    assert "scattered by more than 10 %" in section(report_text(noisy), "Warnings")
+
+
+def test_machine_warnings_and_absent_backends_are_named(record):
+    with_absent = make_record(backends=("torch", "mlx"), batch_sizes=(1,))
+    with_absent.cells += unavailable_cells("torch-graph", "CUDA graphs need an NVIDIA GPU", (1, 16))
+    with_absent.cells += unavailable_cells("mlx-block", "wrong result at batch 1: …", (1,), "dropped")
+    result = report_text(with_absent)
+    assert "Example CPU" in result.splitlines()[0]
+    assert "the load average was 1.9" in section(result, "Warnings")
+    absent = section(result, "Not measured")
+    assert "`torch-graph` (batch 1 and 16) unavailable: CUDA graphs need an NVIDIA GPU" in absent
+    assert "`mlx-block` (batch 1) dropped: wrong result" in absent
+
+
+def test_drift_is_said():
+    drifting = make_record(backends=("torch", "mlx"), batch_sizes=(1,), slowdown_after=0.5)
+    result = report_text(drifting)
+    assert "2 cells drifted over the run" in section(result, "Warnings")
+    assert "drifting +20 %" in section(result, "Results")
+    assert "2 drifted" in section(result, "What pays")
+
+
+def test_an_interrupted_run_says_so(record):
+    partial = make_record(backends=("torch",), batch_sizes=(1,))
+    partial.environment["complete"] = False
+    assert "interrupted" in report_text(partial).split("## ")[0]
+
+
+def test_closing_sentences_follow_the_data():
+    closing = verdicts.five_sentences(groups(make_record())[0])
+    assert len(closing) == 5
+    assert "`mlx-block` at batch 1" in closing[0] and "`mlx-network` at batch 16, 128 and 512" in closing[0]
+    assert re.search(r"1\.5\d–1\.5\d times faster at batch 1, 16, 128 and 512", closing[1])
+    assert "1.49–2.89" in closing[1]
+    assert "times faster" in closing[2] and "`onnxruntime`" in closing[2]
+    assert "most of which is arithmetic" in closing[3]
+
+
+def test_closing_sentences_are_unfavourable_when_the_data_are():
+    scale = {"mlx-fused": 2.5, "mlx-block": 400.0, "mlx-network": 400.0}
+    closing = verdicts.five_sentences(groups(make_record(scale=scale))[0])
+    assert closing[0].startswith("**Fastest here** is `onnxruntime` at batch 1, 16, 128 and 512")
+    assert "slower (0.6" in closing[1] and "times faster at batch" not in closing[1]
+    assert "slower" in closing[2]
+    assert "times faster" not in closing[2]
+
+
+def test_closing_sentences_admit_what_was_not_measured():
+    only_torch = make_record(backends=("torch",), batch_sizes=(1,))
+    for cell in only_torch.cells:
+        cell["cost"] = None
+    closing = verdicts.five_sentences(groups(only_torch)[0])
+    assert "unknown" in closing[1] and "cannot say" in closing[2] and "no floor" in closing[3]
+
+
+def test_level_backends_are_not_called_slower():
+    level = make_record(backends=("torch", "mlx-network"), batch_sizes=(1,), scale={"torch": 0.241 / 2.55})
+    assert "not decidedly faster than" in verdicts.fastest_sentence(groups(level)[0])
+
+
+def test_the_honest_baseline_is_stated_in_every_report(markdown):
+    assert "folded and compiled" in markdown
+    without = report_text(make_record(backends=("torch", "mlx", "mlx-fused"), batch_sizes=(1,)))
+    assert "folded and compiled" in without and "did not measure both" in without
+
+
+def test_prediction_stands_beside_measurement_with_the_missing_term(record, markdown):
+    body = section(markdown, "Prediction")
+    line = next(line for line in body.splitlines() if line.startswith("| 512 | mlx |"))
+    cells = [cell.strip() for cell in line.split("|")]
+    cost = next(c["cost"] for c in record.cells if (c["backend"], c["batch_size"]) == ("mlx", 512))
+    measured = groups(record)[0].p50("mlx", 512)
+    assert cells[10] == f"{100 * cost['floor_ms'] / measured:.1f} %"
+    assert "slow kernels: time grows with the batch, at 1.1" in line  # 15.9 MFLOP in 14 ms
+    small = next(line for line in body.splitlines() if line.startswith("| 1 | torch |"))
+    assert "a fixed cost per forward, 1.6" in small
+
+
+def test_missing_terms_by_what_was_measured():
+    one = make_record(backends=("mlx",), batch_sizes=(1,), trials=40)
+    assert groups(one)[0].missing_term("mlx", 1) == "unexplained"  # a single batch size has no slope
+    python = make_record(backends=("mlx",), batch_sizes=(1,), trials=40, scale={"mlx": 0.068})
+    term = groups(python)[0].missing_term("mlx", 1)
+    assert term.startswith("Python and graph building, 0.3")
+    assert groups(make_record(backends=("mlx-network",)))[0].missing_term("mlx-network", 512) is None
+
+
+def test_clocks_are_listed_apart_and_missing_ones_named(markdown):
+    body = section(markdown, "Clocks")
+    assert "| batch | backend | latency ms | throughput ms | python ms | transfer ms |" in body
+    assert "not measured here: device" in body
+
+
+def test_the_lazy_trap_is_shown_for_lazy_backends_only(markdown):
+    body = section(markdown, "The lazy-evaluation trap")
+    assert re.search(r"\| mlx \| 512 \| 0\.30\d \| 7,\d{3} \| 2\d,\d{3}× \|", body)
+    assert "`torch`, `torch-compile` and `onnxruntime` return only with the result" in body
+    assert "| torch |" not in body
+
+
+def test_correctness_names_the_largest_error():
+    checked = make_record(backends=("torch", "mlx"), batch_sizes=(1, 16))
+    checked.checks[-1] |= {"relative_error": 3.4e-3, "passed": False}
+    body = section(report_text(checked), "Correctness")
+    assert "1 backend failed" in body
+    assert re.search(r"\| network \| mlx \| float32 \| 4 \| 3\.4e-03 \| 1e-04 \| 16 \| \*\*wrong", body)
+
+
+def test_ladder_steps_by_hand(record):
+    group = groups(record)[0]
+    found = {step.rung: step for step in steps(group, 16)}
+    assert found["mlx-fused"].base == "mlx"
+    assert found["mlx-block"].base == "mlx-folded"  # mlx-fused-compile was not measured
+    step = found["mlx-network"]
+    assert step.base == "mlx-block"
+    assert step.saved_ms == pytest.approx(group.p50("mlx-block", 16) - group.p50("mlx-network", 16))
+    low, high = step.saved_interval_ms
+    assert low < step.saved_ms < high
+    assert step.pays == "saves"
+    assert sum(v for v in step.model.values() if v is not None) == pytest.approx(step.saved_ms)
+    assert step.model["launches"] == pytest.approx(4 * 0.006)  # four launches in the chain fewer
+
+
+def test_ladder_says_what_does_not_pay():
+    worse = make_record(scale={"mlx-network": 3.0}, batch_sizes=(1, 16))
+    body = section(report_text(worse), "The ladder")
+    assert "Steps that do not pay here: mlx-block → mlx-network at batch 1 and mlx-block" in body
+    assert "**costs**" in body
+
+
+def test_crossovers_are_found_from_decided_verdicts(record):
+    cross = make_record(scale={"mlx-network": 1.25})  # 1.25 × (0.13 + 0.11 b) against 0.08 + 0.155 b
+    group = groups(cross)[0]
+    assert expected_ms("mlx-block", 1) < 1.25 * expected_ms("mlx-network", 1)
+    assert crossovers(group, "mlx-block", "mlx-network") == [(1, 16, "mlx-network")]
+    body = section(report_text(cross), "Which rung wins")
+    assert "`mlx-network` overtakes `mlx-block` between batch 1 and 16" in body
+
+
+def test_runs_without_rungs_have_no_ladder():
+    assert "## The ladder" not in report_text(make_record(backends=("torch", "onnxruntime")))
+
+
+def test_layer_times_and_ablation_are_used_when_present():
+    parts = [
+        make_record(backends=("mlx",), batch_sizes=(16,), study="layers", case=kind, scale={"mlx": factor})
+        for kind, factor in (("depthwise", 0.1), ("pointwise", 0.3))
+    ]
+    pieces = [
+        make_record(backends=("mlx",), batch_sizes=(16,), study="ablation", case=case, scale={"mlx": factor})
+        for case, factor in (("depthwise alone", 1.0), ("+ ReLU", 1.3))
+    ]
+    main = make_record(backends=("mlx", "mlx-folded"), batch_sizes=(16,))
+    result = report_text(joined(main, *parts, *pieces))
+    body = section(result, "Time by layer type")
+    assert "depthwise takes 25 % of the time; the largest part is pointwise" in body
+    assert re.search(r"\| mlx \| 16 \| depthwise \| 22\.\d \| 25 % \| 4\.8 % \|", body)
+    body = section(result, "Is BatchNorm free")
+    assert re.search(r"\+ ReLU \| \d+ \| 0\.7\d \[0\.\d+, 0\.\d+\] slower", body)
+
+
+def test_other_cases_and_half_precision_have_sections():
+    main = make_record(backends=("torch", "mlx-block"), batch_sizes=(1, 16))
+    half = make_record(
+        backends=("mlx-block",), batch_sizes=(1, 16), dtype="float16", scale={"mlx-block": 0.8}
+    )
+    block = make_record(
+        backends=("torch", "mlx-block"), batch_sizes=(1,), study="shapes", case="14×14×512 s1"
+    )
+    result = report_text(joined(main, half, block))
+    assert re.search(r"1\.2\d \[1\.\d\d, 1\.\d\d\] faster", section(result, "Half precision"))
+    assert "### 14×14×512 s1, float32" in section(result, "Other cases")
+    assert "## Results, float16" in result
+
+
+def test_prediction_for_apple_chips_is_labelled_and_agrees_with_the_published_machine(markdown):
+    body = section(markdown, "Apple's chips")
+    assert body.startswith("**A prediction, not a measurement**")
+    assert "| **Apple M1, 8 GB, published** | **2.86** |" in body
+    for rung in ("mlx", "mlx-fused"):
+        assert sections.predict_apple("M1", rung, 1) == pytest.approx(published.P50_MS[rung][1], rel=0.1)
+    # 5 launches at 30 µs, 0.455 + 0.415 MB at 68 GB/s
+    assert sections.predict_apple("M1", "mlx-block", 1) == pytest.approx(0.15 + 0.0128, rel=0.05)
+
+
+def test_published_figures_are_the_articles():
+    assert published.speedup("mlx-fused", "mlx", 64) == pytest.approx(2.889, abs=1e-3)
+    assert published.speedup("mlx-fused", "torch", 1) == pytest.approx(1.537, abs=1e-3)
+    assert published.speedup("mlx-block", "torch", 1) is None
+    assert published.LAUNCH_MS == pytest.approx(0.0301, abs=1e-4)
+
+
+def test_rates_of_false_verdicts_are_quoted(record):
+    pair = {"backends": ("torch", "torch-again"), "batch_sizes": (1, 16)}
+    quiet = make_record(**pair, seed=3)
+    body = section(report_text(record, again=quiet), "How far")
+    assert "97.6 % on average" in body and "in 0 of 2 comparisons (0 %)" in body
+    loud = make_record(**pair, seed=3, scale={"torch-again": 1.2})
+    assert "in 2 of 2 comparisons (100 %)" in section(report_text(record, again=loud), "How far")
+    assert "`make aa`" in section(report_text(record), "How far")
+
+
+def test_a_record_without_what_is_required_is_refused(record):
+    broken = make_record(backends=("torch",), batch_sizes=(1,))
+    del broken.environment["chip"]
+    with pytest.raises(Fault, match="environment lacks chip"):
+        build(broken, ROOT / "nowhere", ROOT / "nowhere.md")
+    empty = make_record(backends=("torch",), batch_sizes=(1,))
+    empty.rows = empty.rows[empty.rows["kind"] == "cold"]
+    with pytest.raises(Fault, match="no latency"):
+        build(empty, ROOT / "nowhere", ROOT / "nowhere.md")
+
+
+def test_optional_facts_may_be_absent():
+    bare = make_record(backends=("torch", "mlx"), batch_sizes=(1,), kinds=())
+    bare.environment = {"chip": "C", "os": "O", "versions": {}}
+    bare.settings, bare.checks = {}, []
+    for cell in bare.cells:
+        for name in ("cost", "peak_memory_mb", "left_out", "build_s", "drift_percent"):
+            del cell[name]
+    result = report_text(bare)
+    assert "No output was checked" in result and "no ceilings were measured" in result
