@@ -12,6 +12,7 @@ result or failed; 2 for bad input; 130 after Ctrl-C.
 """
 
 import re
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -142,7 +143,19 @@ def resolve(settings: Settings) -> Settings:
 
 
 def measure(settings: Settings) -> Record:
-    """Run the study on real test digits; batch B is the first B of them."""
+    """Run the study. MLX gets the weights in a file of its own, to load them without PyTorch."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = backends.port_weights(settings.checkpoint, Path(folder) / "weights.safetensors")
+        environment = machine.describe(threads=settings.threads)
+        probes = ceilings.probes(settings.backends, settings.device, settings.threads)
+        found, source = cases(settings, weights)
+        record = run_study(found, settings, environment | {"inputs": source}, probes)
+    add_costs(record)
+    return record
+
+
+def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
+    """What is timed, on real test digits (batch B is the first B of them), and the digits' source."""
     images, _, source = mnist_data.test_digits(settings.data_dir)
     images = mnist_data.normalise(images)
 
@@ -150,59 +163,41 @@ def measure(settings: Settings) -> Record:
         """The first `batch_size` images (N, 1, 28, 28), from the start again where there are too few."""
         return np.resize(images, (batch_size, *images.shape[1:]))
 
-    case = Case(
+    options = backends.Options(
+        checkpoint=settings.checkpoint,
+        mlx_checkpoint=weights,
+        dtype=settings.dtype,
+        device=settings.device,
+        target=settings.target,
+        threads=settings.threads,
+        compile_mode=settings.compile_mode,
+    )
+    network = Case(
         study="mnist",
         name="network",
         batch_sizes=settings.batch_sizes,
         inputs=first,
         dtype=settings.dtype,
-        candidates=candidates(settings),
+        candidates=candidates(settings, options),
         reference=backends.reference(settings.checkpoint),
     )
-    cases = [case]
+    found = [network]
     if settings.tf32:
-        cases.append(
-            replace(case, name="network, TF32", tolerance="tf32", candidates=candidates(settings, True))
-        )
+        peers = candidates(settings, replace(options, tf32=True))
+        found.append(replace(network, name="network, TF32", tolerance="tf32", candidates=peers))
     if settings.shapes:
         sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
-        cases += shapes.cases(
-            settings.shapes,
-            settings.backends,
-            sizes,
-            settings.dtype,
-            settings.device,
-            settings.threads,
-            settings.target,
-        )
+        found += shapes.cases(settings.shapes, settings.backends, options, sizes)
     if settings.layers and settings.dtype == "float32":
-        sizes = (min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size)),)
-        cases += layers.cases(
-            settings.backends, settings.checkpoint, first, sizes, settings.device, settings.threads
-        )
-    environment = machine.describe(threads=settings.threads) | {"inputs": source}
-    probes = ceilings.probes(settings.backends, settings.device, settings.threads)
-    record = run_study(cases, settings, environment, probes)
-    add_costs(record)
-    return record
+        size = min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size))
+        found += layers.cases(settings.backends, options, first, (size,))
+    return found, source
 
 
-def candidates(settings: Settings, tf32: bool = False) -> tuple[Candidate, ...]:
-    """The backends as the harness takes them; those with our kernels use no TF32 and have no such case."""
-    found = [
-        backends.candidate(
-            name,
-            settings.checkpoint,
-            settings.dtype,
-            settings.device,
-            settings.target,
-            settings.threads,
-            settings.compile_mode,
-            tf32,
-        )
-        for name in settings.backends
-        if not tf32 or backends.may_use_tf32(name)
-    ]
+def candidates(settings: Settings, options: backends.Options) -> tuple[Candidate, ...]:
+    """The backends as the harness takes them; our kernels multiply without TF32 and have no case with it."""
+    names = [name for name in settings.backends if not options.tf32 or backends.may_use_tf32(name)]
+    found = [backends.candidate(name, options) for name in names]
     if settings.again:
         found += [replace(one, name=f"{one.name}-again") for one in found]
     return tuple(found)

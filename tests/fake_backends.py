@@ -1,6 +1,7 @@
 """Backends, a clock and a worker without frameworks, for the tests of the measurement logic."""
 
 import os
+import sys
 import threading
 import time
 from typing import ClassVar
@@ -172,6 +173,11 @@ def allocate(megabytes):
 def environment_variable(name):
     """The value of an environment variable in the worker."""
     return os.environ.get(name)
+
+
+def is_imported(module):
+    """Whether the worker has imported a module."""
+    return module in sys.modules
 
 
 def sleep_forever():

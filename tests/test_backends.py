@@ -8,15 +8,17 @@ from harness.backends import (
     BACKENDS,
     DEFAULT,
     MlxNetwork,
+    Options,
     TorchNetwork,
     candidate,
     count_launches,
     may_use_tf32,
+    port_weights,
     reference,
     torch_device,
 )
 from harness.cli import Fault
-from harness.worker import resolve, time_burst
+from harness.worker import Worker, resolve, time_burst
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
@@ -61,7 +63,7 @@ def output(backend, batch):
     + [(name, "float16") for name in BACKENDS if name != "torch-compile"],  # compiles for half a minute
 )
 def test_every_backend_gives_the_reference_logits(name, dtype, checkpoint):
-    spec = candidate(name, checkpoint, dtype, device="cpu", threads=2)
+    spec = candidate(name, Options(checkpoint, dtype=dtype, device="cpu", threads=2))
     if spec.framework == "onnxruntime":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (make setup PEERS=1)")
         pytest.importorskip("onnxscript", reason="onnxscript is not installed (make setup PEERS=1)")
@@ -79,7 +81,7 @@ def test_every_backend_gives_the_reference_logits(name, dtype, checkpoint):
 
 
 def test_a_wrong_weight_is_noticed(checkpoint):
-    backend = build(candidate("torch", checkpoint, device="cpu"))
+    backend = build(candidate("torch", Options(checkpoint, device="cpu")))
     with torch.no_grad():
         backend.model.stages[1].dw.weight[:, 0, 1, 1] += 0.05
     right = output(build(reference(checkpoint)), images(3))
@@ -92,7 +94,7 @@ def test_a_burst_leaves_the_last_output(name, checkpoint):
     if name == "onnxruntime":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (make setup PEERS=1)")
     try:
-        backend = build(candidate(name, checkpoint, device="cpu"))
+        backend = build(candidate(name, Options(checkpoint, device="cpu")))
     except Fault as fault:
         pytest.skip(f"{name}: {fault}")
     batch = images(2)
@@ -106,29 +108,29 @@ def test_a_burst_leaves_the_last_output(name, checkpoint):
 
 
 def test_names_and_their_processes(checkpoint):
-    workers = {name: candidate(name, checkpoint).worker for name in BACKENDS}
+    workers = {name: candidate(name, Options(checkpoint)).worker for name in BACKENDS}
     assert set(DEFAULT) <= set(BACKENDS)
     assert set(workers.values()) == {"torch", "mlx", "onnxruntime"}
     assert reference(checkpoint).worker not in workers.values()
     with pytest.raises(Fault, match="unknown backend 'tensorflow'; known are torch, "):
-        candidate("tensorflow", checkpoint)
+        candidate("tensorflow", Options(checkpoint))
 
 
 def test_tf32_has_processes_of_its_own(checkpoint):
-    parity, default = (candidate("mlx", checkpoint, tf32=tf32) for tf32 in (False, True))
+    parity, default = (candidate("mlx", Options(checkpoint, tf32=tf32)) for tf32 in (False, True))
     assert parity.environment == {"MLX_ENABLE_TF32": "0"} and default.environment == {}
     assert parity.worker != default.worker
     assert may_use_tf32("torch-graph") and not may_use_tf32("mlx-fused")
 
 
 def test_torch_runs_without_autograd(checkpoint):
-    backend = build(candidate("torch", checkpoint, device="cpu"))
+    backend = build(candidate("torch", Options(checkpoint, device="cpu")))
     output(backend, images(1))
     assert backend.outputs[-1].is_inference() and not backend.outputs[-1].requires_grad
 
 
 def test_channels_last_is_channels_last(checkpoint):
-    backend = build(candidate("torch-channels-last", checkpoint, device="cpu"))
+    backend = build(candidate("torch-channels-last", Options(checkpoint, device="cpu")))
     backend.prepare(images(2))
     weight = backend.model.stages[0].pw.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -137,9 +139,20 @@ def test_channels_last_is_channels_last(checkpoint):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without an NVIDIA GPU")
 def test_what_needs_a_gpu_says_so(checkpoint):
     with pytest.raises(Fault, match="CUDA graphs need an NVIDIA GPU"):
-        build(candidate("torch-graph", checkpoint))
+        build(candidate("torch-graph", Options(checkpoint)))
     with pytest.raises(Fault, match="PyTorch sees no cuda device here"):
         torch_device("cuda")
+
+
+def test_compiling_without_a_compiler_says_so(checkpoint, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Fault, match="no-such-compiler is not installed"):
+        build(candidate("torch-compile", Options(checkpoint, device="cpu")))
+
+
+def test_a_storage_type_that_the_kernels_lack_says_so(checkpoint):
+    with pytest.raises(Fault, match="the block kernels store float32 or float16, not bfloat16"):
+        build(candidate("mlx-block", Options(checkpoint, dtype="bfloat16")))
 
 
 def test_a_compiled_graph_cannot_hold_host_kernels(checkpoint):
@@ -153,7 +166,7 @@ def test_a_level_that_is_not_built_is_unavailable(checkpoint):
 
 
 def test_mlx_describes_first_and_computes_later(checkpoint):
-    backend = build(candidate("mlx", checkpoint))
+    backend = build(candidate("mlx", Options(checkpoint)))
     backend.prepare(images(1))
     backend.run()
     backend.run()
@@ -165,7 +178,7 @@ def test_mlx_describes_first_and_computes_later(checkpoint):
 
 
 def test_the_link_of_a_chain_changes_nothing(checkpoint):
-    backend = build(candidate("mlx", checkpoint))
+    backend = build(candidate("mlx", Options(checkpoint)))
     backend.prepare(images(3))
     linked = backend.link(backend.x, mx.full((3, 10), 7.0))
     assert mx.array_equal(linked, backend.x).item()
@@ -174,7 +187,7 @@ def test_the_link_of_a_chain_changes_nothing(checkpoint):
 
 @pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="about MLX on the CPU")
 def test_a_slope_is_the_cost_of_one_more_forward(checkpoint):
-    backend = build(candidate("mlx", checkpoint))
+    backend = build(candidate("mlx", Options(checkpoint)))
     backend.prepare(images(1))
     assert backend.device_ms() is None, "the CPU has no clock of its own"
     backend._slope(backend.forward, 2)
@@ -210,8 +223,30 @@ def test_launches_are_counted_on_the_graph(level, compiled, count, checkpoint, m
 
 
 def test_counted_launches_are_facts_of_the_cell(checkpoint):
-    backend = build(candidate("mlx-folded", checkpoint))
+    backend = build(candidate("mlx-folded", Options(checkpoint)))
     assert "launches_counted" not in backend.facts(), "before the first forward, weights are not derived yet"
     output(backend, images(1))
     assert backend.facts()["launches_counted"] == 23
-    assert isinstance(build(candidate("torch", checkpoint, device="cpu")), TorchNetwork)
+    assert isinstance(build(candidate("torch", Options(checkpoint, device="cpu"))), TorchNetwork)
+
+
+def test_mlx_loads_its_weights_without_torch(checkpoint, tmp_path):
+    weights = port_weights(checkpoint, tmp_path / "weights.safetensors")
+    spec = candidate("mlx", Options(checkpoint, mlx_checkpoint=weights))
+    assert np.allclose(
+        output(build(spec), images(2)), output(build(candidate("mlx", Options(checkpoint))), images(2))
+    )
+    worker = Worker("test", {})
+    try:
+        worker.ask("open", key="a", factory=spec.factory, arguments=spec.arguments)
+        assert not worker.ask("call", function="fake_backends:is_imported", arguments={"module": "torch"})
+        assert worker.ask("call", function="fake_backends:is_imported", arguments={"module": "mlx.core"})
+    finally:
+        worker.close()
+
+
+def test_weights_that_cannot_be_read_are_a_fault(tmp_path):
+    path = tmp_path / "other.pth"
+    torch.save({"weight": torch.zeros(3)}, path)
+    with pytest.raises(Fault, match=r"other\.pth"):
+        port_weights(path, tmp_path / "weights.safetensors")

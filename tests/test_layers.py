@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness import costs, layers, tolerances
+from harness.backends import Options
 from harness.worker import resolve
 
 torch = pytest.importorskip("torch")
@@ -31,7 +32,7 @@ def images(batch_size):
 
 
 def built(kind, checkpoint):
-    case = layers.cases(("torch", "mlx", "mlx-fused"), checkpoint, images, (2,), device="cpu")
+    case = layers.cases(("torch", "mlx", "mlx-fused"), Options(checkpoint, device="cpu"), images, (2,))
     (case,) = [one for one in case if one.name == kind]
     specs = (*case.candidates, case.reference)
     backends = [resolve(spec.factory)(**spec.arguments) for spec in specs]
@@ -71,4 +72,4 @@ def test_the_last_step_gives_the_networks_logits(checkpoint):
 
 
 def test_only_backends_with_the_network_as_written():
-    assert layers.cases(("mlx-fused", "onnxruntime"), "a.pth", images, (1,)) == []
+    assert layers.cases(("mlx-fused", "onnxruntime"), Options("a.pth"), images, (1,)) == []

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness import shapes, tolerances
+from harness.backends import Options
 from harness.cli import Fault
 from harness.shapes import Shape
 from harness.worker import resolve
@@ -20,8 +21,8 @@ SMALL = (Shape(7, 32, 32, 1), Shape(9, 32, 64, 2), Shape(8, 64, 96, 1))
 )
 def test_every_backend_gives_the_reference(name, shape):
     right, backend = (
-        shapes.candidate("torch", shape, "float64", "cpu", 0, None),
-        shapes.candidate(name, shape, "float32", "cpu", 2, None),
+        shapes.reference(shape),
+        shapes.candidate(name, shape, Options("", device="cpu", threads=2)),
     )
     outputs = []
     for spec in (right, backend):
@@ -40,7 +41,9 @@ def test_every_backend_gives_the_reference(name, shape):
 
 
 def test_cases():
-    found = shapes.cases("mobilenet", ("torch", "mlx-folded", "mlx-block", "onnxruntime"), (1, 16))
+    found = shapes.cases(
+        "mobilenet", ("torch", "mlx-folded", "mlx-block", "onnxruntime"), Options(""), (1, 16)
+    )
     names = ["112×112×32", "56×56×128 stride 2", "28×28×256", "14×14×512", "7×7×1024"]
     assert [case.name for case in found] == names
     assert {case.study for case in found} == {"shapes"}
@@ -48,7 +51,7 @@ def test_cases():
     assert found[1].inputs(3).shape == (3, 128, 56, 56) and found[1].inputs(3).dtype == np.float32
     assert all(case.reference.worker == "reference" for case in found)
     with pytest.raises(Fault, match="unknown shapes 'resnet'; known are mobilenet"):
-        shapes.cases("resnet", ("torch",), (1,))
+        shapes.cases("resnet", ("torch",), Options(""), (1,))
 
 
 def test_weights_are_far_from_trivial():

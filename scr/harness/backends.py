@@ -10,8 +10,13 @@ them on the device. A result is float32 logits (N, 10), or images in PyTorch's l
 import io
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,8 @@ import numpy as np
 
 from harness.cli import Fault
 from harness.measure import Candidate
-from harness.worker import Backend
+from harness.paths import shown
+from harness.worker import Backend, Worker, WorkerCrash, WorkerError
 
 # What each backend is, for help texts and reports.
 BACKENDS = {
@@ -50,35 +56,42 @@ _MLX = {  # backend: (fusion level, under mx.compile)
 }
 
 
-def candidate(
-    name: str,
-    checkpoint: Path,
-    dtype: str = "float32",
-    device: str = "auto",
-    target: str | None = None,
-    threads: int = 0,
-    compile_mode: str = "default",
-    tf32: bool = False,
-) -> Candidate:
-    """The backend `name` as the harness takes it. `device` is PyTorch's, `target` that of our kernels.
+@dataclass(frozen=True)
+class Options:
+    """What all backends of a run have in common.
 
-    With `tf32` float32 may use TF32, the frameworks' default on NVIDIA; that is set when a process starts, so
-    such backends have processes of their own.
+    `mlx_checkpoint` holds the weights of `checkpoint` as `port_weights` writes them, so that MLX's process
+    needs no PyTorch. `device` is PyTorch's, `target` that of our kernels (None: MLX's device). With `tf32`,
+    float32 may use TF32, the frameworks' default on NVIDIA.
     """
-    suffix, variables = ("-tf32", {}) if tf32 else ("", NO_TF32)
-    common = {"checkpoint": str(checkpoint), "dtype": dtype}
+
+    checkpoint: Path
+    mlx_checkpoint: Path | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+    target: str | None = None
+    threads: int = 0
+    compile_mode: str = "default"
+    tf32: bool = False
+
+
+def candidate(name: str, options: Options) -> Candidate:
+    """The backend `name` as the harness takes it. TF32 is set when a process starts: it has its own."""
+    check_name(name)
+    suffix, variables = ("-tf32", {}) if options.tf32 else ("", NO_TF32)
+    common = {"checkpoint": str(options.checkpoint), "dtype": options.dtype}
     if name in _MLX:
         level, compiled = _MLX[name]
-        arguments = {"checkpoint": str(checkpoint), "dtype": dtype, "level": level}
-        arguments |= {"compiled": compiled, "target": target}
+        weights = str(options.mlx_checkpoint or options.checkpoint)
+        arguments = common | {"checkpoint": weights, "level": level, "compiled": compiled}
+        arguments |= {"target": options.target}
         factory = "harness.backends:MlxNetwork"
         return Candidate(name, f"mlx{suffix}", factory, arguments, "mlx.core", variables)
+    arguments = common | {"threads": options.threads}
     if name == "onnxruntime":
-        arguments = common | {"threads": threads}
-        return Candidate(name, "onnxruntime", "harness.backends:OnnxNetwork", arguments)
-    check_name(name)
-    arguments = common | {"device": device, "threads": threads, "variant": name.removeprefix("torch-")}
-    arguments |= {"compile_mode": compile_mode, "tf32": tf32}
+        return Candidate(name, name, "harness.backends:OnnxNetwork", arguments)
+    arguments |= {"device": options.device, "variant": name.removeprefix("torch-")}
+    arguments |= {"compile_mode": options.compile_mode, "tf32": options.tf32}
     return Candidate(name, f"torch{suffix}", "harness.backends:TorchNetwork", arguments, "torch", variables)
 
 
@@ -91,6 +104,34 @@ def check_name(name: str) -> None:
     """Raise Fault for a backend that does not exist."""
     if name not in BACKENDS:
         raise Fault(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}, and all.")
+
+
+def port_weights(checkpoint: Path, path: Path) -> Path:
+    """Write the weights of a PyTorch checkpoint to `path` as MLX reads them alone. Raises Fault."""
+    worker = Worker("weights", {})
+    try:
+        arguments = {"checkpoint": str(checkpoint), "path": str(path)}
+        worker.ask("call", function="harness.backends:write_weights", arguments=arguments)
+    except (WorkerError, WorkerCrash) as error:
+        raise Fault(f"{shown(checkpoint)} could not be read for MLX: {error}.") from error
+    finally:
+        worker.close()
+    return path
+
+
+def write_weights(checkpoint: str, path: str) -> None:
+    """In a process of its own: it needs both frameworks, and no backend is to share a process with both."""
+    try:
+        import mlx.core as mx
+
+        import mlx_model
+    except ImportError:
+        return  # then no backend will want to read the file
+    from torch_model import read_checkpoint
+
+    layout = {"format_version": mlx_model.EXPORT_VERSION, "layout": mlx_model.EXPORT_LAYOUT}
+    arrays = {name: mx.contiguous(a) for name, a in mlx_model.ported(read_checkpoint(checkpoint)).items()}
+    mx.save_safetensors(path, arrays, layout)
 
 
 def reference(checkpoint: Path) -> Candidate:
@@ -119,6 +160,12 @@ class TorchBackend(Backend):
         self.variant = variant
         if variant == "graph" and self.target != "cuda":
             raise Fault("CUDA graphs need an NVIDIA GPU")
+        if variant == "compile" and self.target == "cpu":
+            compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+            if shutil.which(compiler) is None:
+                raise Fault(
+                    f"torch.compile needs a C++ compiler for the CPU, and {compiler} is not installed"
+                )
         if threads:
             torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -362,6 +409,8 @@ class MlxNetwork(MlxBackend):
 
         if level not in mlx_model.LEVELS:
             raise Fault(f"the fusion level {level!r} is not built")
+        if level in mlx_model.LAUNCH_LEVELS and dtype not in ("float32", "float16"):
+            raise Fault(f"the {level} kernels store float32 or float16, not {dtype}")
         custom = level not in ("layers", "folded")
 
         def make() -> Any:
@@ -425,10 +474,6 @@ class OnnxNetwork(Backend):
 
 def onnx_bytes(checkpoint: str) -> bytes:
     """The network with a free batch size as an ONNX file's bytes, written by PyTorch in another process."""
-    import subprocess
-    import sys
-    import tempfile
-
     program = (
         "import sys, torch, torch_model\n"
         "model = torch_model.load_model(sys.argv[1])\n"

@@ -7,12 +7,11 @@ The study is "layers", its cases are the kinds. Layers of the network as written
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.backends import NO_TF32, MlxNetwork, TorchNetwork, count_launches
+from harness.backends import NO_TF32, MlxNetwork, Options, TorchNetwork, count_launches
 from harness.measure import Candidate, Case
 
 KINDS = ("stem", "depthwise", "pointwise", "skip", "element-wise", "head")
@@ -22,24 +21,23 @@ BUDGET_SHARE = 0.15  # of a cell's budget: twelve cells that are only summed up
 
 def cases(
     backends: tuple[str, ...],
-    checkpoint: Path,
+    options: Options,
     inputs: Callable[[int], Any],
     batch_sizes: tuple[int, ...],
-    device: str = "auto",
-    threads: int = 0,
 ) -> list[Case]:
     """One case per kind of layer, for those of `backends` that have the network as written."""
 
     def candidates(kind: str) -> Iterator[Candidate]:
-        common = {"checkpoint": str(checkpoint), "kind": kind}
         if "torch" in backends:
-            arguments = common | {"device": device, "threads": threads}
+            arguments = {"checkpoint": str(options.checkpoint), "kind": kind}
+            arguments |= {"device": options.device, "threads": options.threads}
             yield Candidate("torch", "torch", "harness.layers:TorchLayers", arguments)
         if "mlx" in backends:
-            yield Candidate("mlx", "mlx", "harness.layers:MlxLayers", common, "mlx.core", NO_TF32)
+            arguments = {"checkpoint": str(options.mlx_checkpoint or options.checkpoint), "kind": kind}
+            yield Candidate("mlx", "mlx", "harness.layers:MlxLayers", arguments, "mlx.core", NO_TF32)
 
     def reference(kind: str) -> Candidate:
-        arguments = {"checkpoint": str(checkpoint), "kind": kind, "dtype": "float64", "device": "cpu"}
+        arguments = {"checkpoint": str(options.checkpoint), "kind": kind, "dtype": "float64", "device": "cpu"}
         return Candidate("reference", "reference", "harness.layers:TorchLayers", arguments, "torch")
 
     return [

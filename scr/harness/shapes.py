@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.backends import NO_TF32, MlxBackend, TorchBackend
+from harness.backends import NO_TF32, MlxBackend, Options, TorchBackend
 from harness.cli import Fault
 from harness.measure import Candidate, Case
 
@@ -54,13 +54,7 @@ BACKENDS = {  # backend: (worker, factory, its own arguments)
 
 
 def cases(
-    shapes: str,
-    backends: tuple[str, ...],
-    batch_sizes: tuple[int, ...],
-    dtype: str = "float32",
-    device: str = "auto",
-    threads: int = 0,
-    target: str | None = None,
+    shapes: str, backends: tuple[str, ...], options: Options, batch_sizes: tuple[int, ...]
 ) -> list[Case]:
     """One case per shape of the set `shapes`, for those of `backends` that a block can run on alone."""
     if shapes not in SHAPES:
@@ -71,35 +65,30 @@ def cases(
             name=shape.name,
             batch_sizes=batch_sizes,
             inputs=inputs(shape),
-            candidates=tuple(
-                candidate(name, shape, dtype, device, threads, target)
-                for name in backends
-                if name in BACKENDS
-            ),
-            reference=candidate("torch", shape, "float64", "cpu", 0, None, worker="reference"),
-            dtype=dtype,
+            candidates=tuple(candidate(name, shape, options) for name in backends if name in BACKENDS),
+            reference=reference(shape),
+            dtype=options.dtype,
             budget_share=BUDGET_SHARE,
         )
         for shape in SHAPES[shapes]
     ]
 
 
-def candidate(
-    name: str,
-    shape: Shape,
-    dtype: str,
-    device: str,
-    threads: int,
-    target: str | None,
-    worker: str | None = None,
-) -> Candidate:
+def candidate(name: str, shape: Shape, options: Options) -> Candidate:
     """A backend on a block."""
-    framework, factory, arguments = BACKENDS[name]
-    arguments = arguments | {"shape": shape, "dtype": dtype}
-    arguments |= {"device": device, "threads": threads} if framework == "torch" else {"target": target}
-    module = "torch" if framework == "torch" else "mlx.core"
-    where = f"harness.shapes:{factory}"
-    return Candidate(name, worker or framework, where, arguments, module, NO_TF32)
+    framework, factory, own = BACKENDS[name]
+    arguments = {"shape": shape, "dtype": options.dtype} | own
+    if framework == "torch":
+        arguments |= {"device": options.device, "threads": options.threads}
+        return Candidate(name, "torch", f"harness.shapes:{factory}", arguments)
+    arguments |= {"target": options.target}
+    return Candidate(name, "mlx", f"harness.shapes:{factory}", arguments, "mlx.core", NO_TF32)
+
+
+def reference(shape: Shape) -> Candidate:
+    """The float64 answer, in a process of its own."""
+    arguments = {"shape": shape, "dtype": "float64", "device": "cpu"}
+    return Candidate("reference", "reference", "harness.shapes:torch_block", arguments, "torch")
 
 
 def inputs(shape: Shape) -> Callable[[int], np.ndarray]:

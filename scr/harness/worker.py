@@ -296,14 +296,15 @@ def _reset_peak_rss() -> None:
 
 
 def settle(limit_s: float = 1.0, step_s: float = 0.002) -> bool:
-    """Wait until this process uses less than a tenth of one core; False if it still does after `limit_s`."""
+    """Wait until this process uses less than a tenth of one core in two steps; False if not in `limit_s`."""
     deadline = time.perf_counter() + limit_s
-    while time.perf_counter() < deadline:
+    quiet = 0
+    while quiet < 2 and time.perf_counter() < deadline:
         wall, cpu = time.perf_counter(), time.process_time()
         time.sleep(step_s)
-        if time.process_time() - cpu < 0.1 * (time.perf_counter() - wall):
-            return True
-    return False
+        asleep = time.process_time() - cpu < 0.1 * (time.perf_counter() - wall)
+        quiet = quiet + 1 if asleep else 0
+    return quiet == 2
 
 
 def serve(descriptor: int) -> None:
@@ -364,7 +365,7 @@ class Worker:
         self.connection, child = Pipe()
         paths = [entry for entry in sys.path if entry]
         program = f"import sys; sys.path[:0] = {paths!r}; from harness.worker import serve; "
-        ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the child
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits it for good
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program + f"serve({child.fileno()})"],
@@ -375,7 +376,7 @@ class Worker:
                 stderr=self.messages,
             )
         finally:
-            signal.signal(signal.SIGINT, ignored)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         child.close()
 
     def ask(self, method: str, **arguments: Any) -> Any:
