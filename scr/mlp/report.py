@@ -32,6 +32,12 @@ DRAWN = {
     7: "graph break",
 }
 
+LIGER = (
+    "Liger's kernel is that of the package liger-kernel. The other published route, "
+    '`kernels.get_kernel("kernels-community/liger_kernels")`, fetches a build from the Hugging Face Hub when the '
+    "program runs; it is not used here, so that a run needs no network."
+)
+
 
 def build(record: Record, output: Path, markdown: Path) -> None:
     """Write the plots to `output`/plots and the report to `markdown`."""
@@ -146,7 +152,9 @@ def _gemm_change(before: dict[str, float], after: dict[str, float]) -> str:
 def experiment(view: View, number: int) -> str:
     """Predictions, times and notes of one experiment."""
     parts = [prediction_table(view, number), time_table(view, number)]
-    parts += {1: [cold(view)], 2: [names(view, number)], 4: [shapes(view), parameters(view)]}.get(number, [])
+    parts += {1: [cold(view)], 2: [names(view, number)], 4: [shapes(view), parameters(view), LIGER]}.get(
+        number, []
+    )
     parts += {5: [two_layers(view)], 6: [merges(view)]}.get(number, [])
     return "\n\n".join(part for part in parts if part)
 
