@@ -34,8 +34,8 @@ DRAWN = {
 
 LIGER = (
     "Liger's kernel is that of the package liger-kernel. The other published route, "
-    '`kernels.get_kernel("kernels-community/liger_kernels")`, fetches a build from the Hugging Face Hub when the '
-    "program runs; it is not used here, so that a run needs no network."
+    '`kernels.get_kernel("kernels-community/liger_kernels")`, fetches a build from the Hugging Face Hub '
+    "when the program runs; it is not used here, so that a run needs no network."
 )
 
 
