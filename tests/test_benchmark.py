@@ -202,7 +202,8 @@ from pathlib import Path
 import benchmark
 from harness import measure
 from harness.cli import run_command
-benchmark.OUTPUT = Path(sys.argv.pop(1))
+benchmark.OUTPUT = benchmark.CONCLUSIONS = Path(sys.argv.pop(1))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 benchmark.ceilings.probes = lambda *_: ()
 time, bursts = measure.Study.time, []
 def time_and_interrupt(self, *arguments):

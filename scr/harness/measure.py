@@ -402,8 +402,7 @@ class Study:
             cold.insert(0, 1e3 * self.worker_facts[cell.candidate.worker]["import_s"])
             cell.facts["build_s"] = built["build_s"]
         for trial, milliseconds in enumerate(cold, start=0 if first else 1):
-            if milliseconds is not None:
-                cell.add("cold", start, milliseconds, self.next(), trial=trial)
+            cell.add("cold", start, milliseconds, self.next(), trial=trial)
         cell.facts |= built["facts"] | warm["facts"]
         cell.facts |= {name: warm[name] for name in ("warmup_trials", "warmup_steady", "peak_memory_mb")}
         cell.plan = plan_cell(settings, warm["median_ms"], warm["return_ms"], warm["has_device_clock"])

@@ -137,14 +137,15 @@ def warm_up(backend: Backend, at_least: int, seconds: float, clock: Clock) -> di
     """Call a prepared backend until its running median is steady; returns what the cell records.
 
     At least `at_least` calls, then on until the medians of the last two windows (ten calls or fewer) agree
-    within 2 %, at most four times `at_least`; a backend so slow that this would exceed `seconds` stops there,
-    after one call at the earliest. `first_ms` and `second_ms` are the cold calls, `median_ms` and `return_ms`
-    (until the call returns) the expectation from which the bursts are planned.
+    within 2 %, at most four times `at_least`; a backend so slow that this would exceed `seconds` after its
+    first call, which may compile, stops there, after two at the earliest. `first_ms` and `second_ms` are
+    the cold calls, `median_ms` and `return_ms` (until the call returns) the expectation from which the bursts
+    are planned.
     """
     window, total, returned = min(10, max(1, at_least // 2)), [], []
-    begin = clock()
+    begin = None
     steady = False
-    while not steady and len(total) < max(4 * at_least, 1):
+    while not steady and len(total) < max(4 * at_least, 2):
         start = clock()
         backend.run()
         middle = clock()
@@ -152,7 +153,9 @@ def warm_up(backend: Backend, at_least: int, seconds: float, clock: Clock) -> di
         end = clock()
         total.append((end - start) * 1e3)
         returned.append((middle - start) * 1e3)
-        if end - begin + total[-1] / 1e3 > seconds:
+        if begin is None:
+            begin = end
+        elif end - begin + total[-1] / 1e3 > seconds:
             break
         if len(total) >= max(at_least, 2 * window):
             before, after = median(total[-2 * window : -window]), median(total[-window:])
@@ -160,7 +163,7 @@ def warm_up(backend: Backend, at_least: int, seconds: float, clock: Clock) -> di
     settled = slice(len(total) // 2, None)
     return {
         "first_ms": total[0],
-        "second_ms": total[1] if len(total) > 1 else None,
+        "second_ms": total[1],
         "warmup_trials": len(total),
         "warmup_steady": steady,
         "median_ms": median(total[settled]),
@@ -331,8 +334,8 @@ def serve(descriptor: int) -> None:
             reply = ("error", _one_line(error))
         if not settle():
             unsettled += 1
-        mark = (time.process_time(), time.perf_counter())
         connection.send(reply)
+        mark = (time.process_time(), time.perf_counter())
 
 
 def _one_line(error: BaseException) -> str:
