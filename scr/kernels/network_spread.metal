@@ -21,7 +21,8 @@ device T* b = memory + ulong(batch) * (P1 * C1);
 
 const device float* w = weights + 10 * C0;
 constexpr int STRIPS0 = (H1 + ROWS0 - 1) / ROWS0, PIXELS0 = (ROWS0 * H1 + TP0 - 1) / TP0 * TP0;
-const ScratchPointer padded = rows + PIXELS0 * LD0, staged = padded + (2 * ROWS0 + 3) * (H + 2);
+const ScratchPointer staged = rows + PIXELS0 * LD0;
+const ScratchPointer padded = staged + (STAGED0 ? 2 * C0 * C1 / SPLITS0 : 0);
 for (uint i = group; i < batch * (STRIPS0 * SPLITS0); i += groups) {
   const uint image = i / (STRIPS0 * SPLITS0), strip = i / SPLITS0 % STRIPS0;
   const int top = int(strip * ROWS0) * 2 - 1;
