@@ -214,7 +214,18 @@ NETWORKS = {
     "resnet50": ResNet50,
 }
 _numbers: Numbers | None = None
+_answers: dict[str, np.ndarray] = {}  # of the reference
 _built: dict[str, nn.Module] = {}  # one copy of the weights for all backends of a case on a device
+
+
+def placed(inputs: Any, form: dict[str, Any]) -> Any:
+    """Copies of tensors in the form {device, dtype}, token numbers in their own dtype."""
+    if isinstance(inputs, tuple):
+        return tuple(placed(part, form) for part in inputs)
+    if not inputs.is_floating_point():
+        form = {name: value for name, value in form.items() if name != "dtype"}
+    # A copy: a network that writes into its inputs must not write into the pool.
+    return inputs.to(**form, copy=True)
 
 
 class TorchCase(Backend):
@@ -259,7 +270,7 @@ class TorchCase(Backend):
         """Make the inputs of a batch of this size, and capture its graph, the first time it is asked for."""
         if batch not in self.ready:
             with torch.inference_mode():
-                self.ready[batch] = self.placed(self.model.inputs(_numbers, batch))
+                self.ready[batch] = placed(self.model.inputs(_numbers, batch), self.form)
                 self.x = self.ready[batch]
                 if self.variant == "graph":
                     self.graphs[batch] = self.capture()
@@ -267,14 +278,6 @@ class TorchCase(Backend):
         if self.variant == "graph":
             self.graph, _, self.graph_output = self.graphs[batch]
         self.wait()
-
-    def placed(self, inputs: Any) -> Any:
-        """Tensors on the device, floating ones in the case's dtype."""
-        if isinstance(inputs, tuple):
-            return tuple(self.placed(part) for part in inputs)
-        # A copy: a backend that writes into its inputs must not write into the pool.
-        form = self.form if inputs.is_floating_point() else {"device": self.target}
-        return inputs.to(**form, copy=True)
 
     def capture(self) -> tuple[Any, Any, Any]:
         """Capture one forward on the inputs as a CUDA graph: (graph, input, output)."""
@@ -333,33 +336,41 @@ class TorchCase(Backend):
         return self.output[:CHECKED].to("cpu", torch.float32).numpy()
 
 
-class Reference(TorchCase):
+class Reference(Backend):
     """The outputs of the first CHECKED items in float64 on the CPU.
 
-    Items do not see each other once they are routed, so the rest of the batch is not computed, and but for
-    the experts (whose routes depend on the batch) one answer serves every batch; its weights are then let go.
+    Items do not see each other once they are routed, so the rest is not computed, and but for the
+    experts (whose routes depend on the batch) one answer serves every batch and dtype of a network.
     """
 
+    target = "cpu"
+
     def __init__(self, kind: str, sizes: dict[str, Any], threads: int = 0) -> None:
-        super().__init__(kind, sizes, "float64", "cpu", threads)
-        self.routed = kind == "experts"
-        self.answer: np.ndarray | None = None
-        _built.clear()
+        global _numbers
+        if threads:
+            torch.set_num_threads(threads)
+        _numbers = _numbers or Numbers()
+        self.kind, self.sizes = kind, sizes
+        self.model: nn.Module | None = None
 
     def prepare(self, batch: int) -> None:
         """Compute the answer unless it is known."""
         self.count = min(batch, CHECKED)
-        if self.answer is not None and not self.routed:
-            return
-        with torch.inference_mode():
-            if self.routed:
-                x, *routed = self.model.inputs(_numbers, batch)
-                inputs = (x[:CHECKED], *(tokens[tokens < CHECKED] for tokens in routed))
-            else:
-                inputs = self.model.inputs(_numbers, CHECKED)
-            self.answer = self.model(self.placed(inputs)).numpy()
-        if not self.routed:
-            del self.model
+        routed = self.kind == "experts"
+        key = f"{self.kind} {self.sizes} {batch if routed else ''}"
+        if key not in _answers:
+            if self.model is None:
+                self.model = NETWORKS[self.kind](_numbers, **self.sizes).double()
+            with torch.inference_mode():
+                if routed:
+                    x, *tokens = self.model.inputs(_numbers, batch)
+                    inputs = (x[:CHECKED].double(), *(chosen[chosen < CHECKED] for chosen in tokens))
+                else:
+                    inputs = placed(self.model.inputs(_numbers, CHECKED), {"dtype": torch.float64})
+                _answers[key] = self.model(inputs).numpy()
+            if not routed:
+                self.model = None
+        self.answer = _answers[key]
 
     def run(self) -> None:
         """Nothing: `prepare` has the answer."""

@@ -115,8 +115,8 @@ def candidate(work: Work, device: str, threads: int, variant: str, name: str = "
     arguments = {"kind": work.kind, "sizes": work.sizes, "dtype": work.dtype}
     arguments |= {"device": device, "threads": threads, "variant": variant}
     name = name or ("torch" if variant == "torch" else f"torch-{variant}")
-    # A process per family: a crash in one costs the others nothing.
-    worker = "torch, mlp" if work.kind == "mlp" else f"torch, {work.family}"
+    # The MLPs, on which the answer rests, are not lost with a crash in another case.
+    worker = "torch" if work.kind == "mlp" else "torch, others"
     return Candidate(name, worker, "batch.networks:TorchCase", arguments, module="torch")
 
 
