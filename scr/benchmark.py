@@ -76,7 +76,7 @@ class Settings(MeasureSettings):
     )
     shapes: str | None = field(
         default=None,
-        metadata={"help": "also time one block at other people's shapes", "choices": tuple(shapes.SHAPES)},
+        metadata={"help": "also time one layer at other people's shapes", "choices": shapes.SETS},
     )
     layers: bool = field(
         default=True, metadata={"help": "also time the layers by kind, at one batch size (--no-layers: not)"}

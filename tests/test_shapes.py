@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness import shapes, tolerances
+from harness import causal, shapes, tolerances
 from harness.backends import Options
 from harness.cli import Fault
 from harness.shapes import Shape
@@ -50,7 +50,7 @@ def test_cases():
     assert [c.name for c in found[0].candidates] == ["torch", "mlx-folded", "mlx-block"]
     assert found[1].inputs(3).shape == (3, 128, 56, 56) and found[1].inputs(3).dtype == np.float32
     assert all(case.reference.worker == "reference" for case in found)
-    with pytest.raises(Fault, match="unknown shapes 'resnet'; known are mobilenet"):
+    with pytest.raises(Fault, match="unknown shapes 'resnet'; known are mobilenet, llm"):
         shapes.cases("resnet", ("torch",), Options(""), (1,))
 
 
@@ -59,3 +59,27 @@ def test_weights_are_far_from_trivial():
     assert {"skip.0.weight", "skip.1.running_var"} <= set(found)
     assert "skip.0.weight" not in shapes.weights(SMALL[0])
     assert found["bn1.running_var"].std() > 0.1 and found["bn2.running_mean"].std() > 0.1
+
+
+@pytest.mark.parametrize("sequence", [causal.Sequence(1, 8), causal.Sequence(33, 40)], ids=lambda s: s.name)
+@pytest.mark.parametrize("name", ["torch", "mlx", "mlx-compile", "mlx-fused"])
+def test_every_backend_of_the_causal_layer_gives_the_reference(name, sequence):
+    right = causal.reference(sequence)
+    backend = causal.candidate(name, sequence, Options("", device="cpu", threads=2))
+    outputs = []
+    for spec in (right, backend):
+        built = resolve(spec.factory)(**spec.arguments)
+        built.prepare(causal.inputs(sequence)(2))
+        built.run()
+        built.synchronize()
+        outputs.append(built.result())
+    assert outputs[0].shape == (2, sequence.width, sequence.length, 1) and outputs[0].std() > 0.1
+    check = tolerances.compare(outputs[1], outputs[0], "float32")
+    assert check["passed"], check["problem"]
+
+
+def test_causal_cases_cover_decoding_and_long_sequences():
+    found = shapes.cases("llm", ("torch", "mlx-fused", "mlx-block"), Options(""), (1, 16))
+    assert [c.name for c in found[0].candidates] == ["torch", "mlx-fused"]
+    assert {case.name for case in found} >= {"1×512 causal", "4096×4096 causal"}
+    assert found[1].inputs(1).shape == (1, 4096, 1, 1)

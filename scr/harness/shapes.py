@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness import causal
 from harness.backends import NO_TF32, MlxBackend, Options, TorchBackend
 from harness.cli import Fault
 from harness.measure import Candidate, Case
@@ -42,6 +43,7 @@ SHAPES = {
         Shape(7, 1024, 1024, 1),
     )
 }
+SETS = (*SHAPES, "llm")  # the last one is of sequences: causal.py
 BACKENDS = {  # backend: (worker, factory, its own arguments)
     "torch": ("torch", "torch_block", {}),
     "torch-channels-last": ("torch", "torch_block", {"variant": "channels-last"}),
@@ -57,8 +59,10 @@ def cases(
     shapes: str, backends: tuple[str, ...], options: Options, batch_sizes: tuple[int, ...]
 ) -> list[Case]:
     """One case per shape of the set `shapes`, for those of `backends` that a block can run on alone."""
-    if shapes not in SHAPES:
-        raise Fault(f"unknown shapes {shapes!r}; known are {', '.join(SHAPES)}.")
+    if shapes not in SETS:
+        raise Fault(f"unknown shapes {shapes!r}; known are {', '.join(SETS)}.")
+    if shapes == "llm":
+        return causal.cases(backends, options)
     return [
         Case(
             study="shapes",
