@@ -45,8 +45,8 @@ def main() -> None:
     if settings.cold_starts > 0:
         times = {path.suffix[1:]: cold_starts(path, settings.cold_starts) for path in (source, target)}
         path = target.with_name("export.json")
-        machine = {"mlx": mx.__version__, "device": str(mx.default_device())}
-        training_report.write_json(path, {"cold_start_ms": times, **machine})
+        device = "CPU" if mx.default_device() == mx.cpu else "GPU"
+        training_report.write_json(path, {"mlx": mx.__version__, "device": device, "cold_start_ms": times})
         print(f"wrote {shown(path)}")
 
 

@@ -1,8 +1,8 @@
 """What half precision does to the network's answers, in PyTorch and MLX.
 
 BatchNorm is folded in float32, weights and activations are stored in the type, products accumulate in
-float32. Logits are compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyTorch's outside,
-MLX's (N, H, W, C) where MLX is called.
+float32. Logits are compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyTorch's
+(N, C, H, W), and MLX's (N, H, W, C) where MLX is called.
 """
 
 from collections.abc import Callable
@@ -100,9 +100,10 @@ def mlx_logits(model: Any, images: np.ndarray) -> np.ndarray:
 
 
 def first_nonfinite_mlx_layer(model: Any, batch: Any) -> str:
-    """Name of the first part, in order of execution, with an output on `batch` (N, 28, 28, 1) that is not finite.
+    """Name of the first part, in order of execution, whose output on `batch` is not finite.
 
-    A level that runs as a few launches has no parts to look into: there the folded level is taken instead.
+    batch: (N, 28, 28, 1). A level that runs as a few launches has no parts to look into: the folded level
+    stands in for it.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten

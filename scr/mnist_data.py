@@ -153,9 +153,10 @@ def download_files(
 
 
 _DOWNLOAD_PROGRAM = """
-import sys
+import pathlib, sys
 from torchvision.datasets import MNIST
 root, *mirrors = sys.argv[1:]
+pathlib.Path(root, "started").touch()
 if mirrors:
     MNIST.mirrors = mirrors
 MNIST(root, download=True)
@@ -173,8 +174,9 @@ def _run_download(scratch: Path, mirrors: list[str] | None, stall_s: float) -> s
             while process.poll() is None:
                 time.sleep(0.1)
                 now, last = time.monotonic(), size
-                size = sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
-                if size != last:
+                sizes = [path.stat().st_size for path in scratch.rglob("*") if path.is_file()]
+                size = sum(sizes)
+                if size != last or not sizes:  # no file yet: Python is still importing torchvision
                     grown = now
                 if now - grown > stall_s:
                     return f"nothing arrived for {stall_s:g} s, so it was given up."

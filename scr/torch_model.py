@@ -196,11 +196,10 @@ def _load_pickle(path: Path, name: str) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes can make the unpickler raise nearly anything
-        blocked = re.search(r"(?:GLOBAL|global|class|type) `?([\w.]+\.[\w.]+)`? was not", str(error))
-        if blocked or "Unsupported" in str(error):
-            what = blocked.group(1) if blocked else "an object"
+        blocked = re.search(r"GLOBAL (\S+)", str(error))  # torch's name for what a pickle asks to import
+        if blocked:
             raise Fault(
-                f"{name} holds a pickled {what}, which is never executed; save only the state_dict."
+                f"{name} holds a pickled {blocked[1]}, which is never executed; save only the state_dict."
             ) from error
         if isinstance(error, PermissionError):
             raise Fault(f"{name} cannot be read (permission denied); change its permissions.") from error

@@ -1,8 +1,10 @@
 """Pictures and conclusions/training.md, from the JSON files that training writes; imports no framework.
 
-output/best_model.json      the run behind output/best_model.pth
-output/training_seeds.json  `train_mnist.py --study`: several seeds of each recipe
-output/training_speed.json  `train_mnist.py --speed`: one entry per device, recipe and layout
+output/best_model.json       the run behind output/best_model.pth; `train_mnist.py --half` adds to it
+output/training_seeds.json   `train_mnist.py --study`: several seeds of each recipe
+output/training_search.json  `train_mnist.py --search`: candidates for the best recipe, by validation
+output/training_speed.json   `train_mnist.py --speed`: one entry per device, recipe and layout
+output/export.json           `export.py`: cold starts from either file format
 """
 
 import json
@@ -359,8 +361,8 @@ def _export_part(exported: dict[str, Any]) -> list[str]:
     head = ["file", "starts", "imports PyTorch", "import, ms", "load, ms", "first forward, ms", "sum, ms"]
     return [
         "## Cold start of the MLX network",
-        f"In new processes on {exported['device']}, MLX {exported['mlx']}, level `folded`, batch 1; medians. The "
-        "start of Python itself is not counted. Loading a `.pth` includes importing PyTorch.",
+        f"In new processes on the {exported['device']}, MLX {exported['mlx']}, level `folded`, batch 1; "
+        "medians. The start of Python itself is not counted. Loading a `.pth` includes importing PyTorch.",
         _table(head, rows),
     ]
 
