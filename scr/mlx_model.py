@@ -175,8 +175,10 @@ class FusedNetwork:
     "network" one. On the host either is one foreign call. The launches are prepared once per batch size.
     """
 
-    def __init__(self, level: str, weights: mx.array, target: str | None):
-        self.level, self.weights = level, weights
+    def __init__(
+        self, level: str, weights: mx.array, target: str | None, tunings: kernels.Tunings | None = None
+    ):
+        self.level, self.weights, self.tunings = level, weights, tunings
         self.target = target or kernels.default_target()
         self.parts = kernels.weight_parts(weights, SHAPE)
         self.plans: dict[tuple[int, mx.Dtype], Callable[[mx.array], mx.array]] = {}
@@ -194,6 +196,7 @@ class FusedNetwork:
     def calls(self, batch: int, dtype: mx.Dtype) -> list[kernels.Call]:
         """The launches of one forward of `batch` images."""
         x = kernels.ARGUMENT
+        found = self.tunings.pick(self.level, batch) if self.tunings else None
         if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
             arrivals = mx.zeros((8,), mx.uint32)
             tiling = kernels.default_spread_tiling(batch, kernels.multiprocessors())
@@ -201,8 +204,9 @@ class FusedNetwork:
                 kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, tiling)
             ]
         if self.level == "network":
-            return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target)]
-        return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target)
+            tiling = found[0] if found else None
+            return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target, tiling)]
+        return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target, found)
 
 
 class DepthwiseMNIST(nn.Module):

@@ -147,8 +147,9 @@ def test_default_tilings_for_gpus_fit_the_shape_and_32_kilobytes(shape, batch):
 
 def test_a_tiling_that_does_not_fit_is_refused_with_the_reason():
     shape = BlockShape(6, 6, 32, 32, 1)
-    good = tilings.default_tiling(shape, 1, "cuda")
-    assert good.misfit(BlockShape(6, 6, 30, 32, 1), 4) == "channels must be multiples of 4 and outputs of 16"
+    split = Tiling(1, 4, 1, 1, 1, 1, False, 32, 4)
+    assert split.misfit(shape, 4) is None
+    assert split.misfit(BlockShape(6, 6, 30, 32, 1), 4) == "channels must be multiples of 4 and outputs of 16"
     assert "does not divide 6 columns" in Tiling(1, 1, 4, 1, 1, 1, False, 32, 4).misfit(shape, 4)
     assert "do not divide a depth of 32" in Tiling(1, 1, 1, 1, 1, 5, False, 32, 4).misfit(shape, 4)
 

@@ -38,6 +38,7 @@ from kernels.tilings import (
     NetworkTiling,
     SpreadTiling,
     Tiling,
+    Tunings,
     default_spread_tiling,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "Output",
     "SpreadTiling",
     "Tiling",
+    "Tunings",
     "Unavailable",
     "block",
     "block_calls",

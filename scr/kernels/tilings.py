@@ -4,14 +4,14 @@ A `Tiling` is what the texts block.metal and stem_block.metal take beside their 
 network.metal takes. Both are values: `kernels.block(…, tiling=…)` runs any that fits.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kernels import host
 
 GPU_VECTOR = 4  # channels in a `vf` of the GPU preludes
-SCRATCH_BYTES = 32 * 1024  # Metal's limit per threadgroup, kept to by the defaults of every GPU
+SCRATCH_BYTES = 32 * 1024  # Metal's limit per threadgroup
+CUDA_SCRATCH_BYTES = 48 * 1024  # of shared memory that needs no special launch
 HOST_SCRATCH_BYTES = 160 * 1024  # keeps a group's rows in a core's second-level cache
 
 
@@ -148,7 +148,7 @@ def power_of_two(limit: int) -> int:
 
 def default_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     """The tiling to use for `batch` images where nobody has tuned."""
-    return _host_tiling(shape, batch) if target == "host" else _gpu_tiling(shape, batch)
+    return _host_tiling(shape, batch) if target == "host" else _gpu_tiling(shape, batch, target)
 
 
 def _host_tiling(shape: BlockShape, batch: int) -> Tiling:
@@ -170,15 +170,38 @@ def _host_tiling(shape: BlockShape, batch: int) -> Tiling:
     return Tiling(rows, splits, divisor(shape.out_width, 14), pixels, vectors, 1, False, 1, 0)
 
 
-def _gpu_tiling(shape: BlockShape, batch: int) -> Tiling:
-    """Strips within 32 KB; tall tiles for throughput, small ones and split channels at small batches."""
+def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
+    """Found on an H200 by searching some 1,500 tilings per block (conclusions/h200/kernel_notes.md).
+
+    Few images: a GPU waits for weights, so a group per row and part of the channels stages its part at once.
+    More: deep steps without a second set of registers. Many: the multiprocessor's load path is the limit,
+    to which a 7×4 tile costs 11 loaded floats per 28 multiply-adds and a 14×4 tile 18 per 56, and runs of
+    pixels save most of what the depthwise phase loads.
+    """
+    limit = SCRATCH_BYTES if target == "metal" else CUDA_SCRATCH_BYTES
+    wide = shape.out_width > 7
+    if batch < 4:
+        run, pixels, steps, ahead, most_rows = 1, 1, 8, False, 1
+    elif batch < 64:
+        run, pixels, steps, ahead, most_rows = (2 if shape.stem else 7), (4 if wide else 2), 32, False, 1
+    elif wide:
+        run, pixels, steps, ahead, most_rows = (2 if shape.stem else 7), 7, 8, not shape.stem, 2
+    else:
+        run, pixels, steps, ahead, most_rows = 7, 7 if batch < 256 else 14, 8, batch < 256, 7
     row_bytes = 4 * shape.out_width * (shape.depth + 4)
-    rows = max(1, min(shape.out_height, 4 if shape.out_width <= 7 else 2, SCRATCH_BYTES // row_bytes))
-    pixels = divisor(rows * shape.out_width, 1 if batch < 4 else 2 if batch < 64 else 7)
-    splits = math.gcd(shape.outputs // GPU_VECTOR, 4) if batch < 4 else 1
-    tiles = rows * shape.out_width // pixels * (shape.outputs // splits // GPU_VECTOR)
-    threads = min(384, max(64, -(-tiles // 32) * 32))
-    return Tiling(rows, splits, 1, pixels, 1, divisor(shape.depth, 8), True, threads, 4)
+    rows = max(1, min(shape.out_height, most_rows, limit // row_bytes))
+    rows = -(-shape.out_height // -(-shape.out_height // rows))  # strips of about the same height
+    run = divisor(shape.out_width, run)
+    vectors = shape.outputs // GPU_VECTOR
+    splits = divisor(vectors, max(1, min(12, 112 // (batch * shape.out_height)))) if batch < 4 else 1
+    steps = divisor(shape.depth, steps)
+    tiling = Tiling(rows, splits, run, pixels, 1, steps, ahead, 1, 4, staged=batch < 4)
+    if tiling.scratch_bytes(shape) > limit:  # no room for weights, or for pixels that do not exist
+        tiling = replace(tiling, pixels=divisor(rows * shape.out_width, pixels), staged=False)
+    items = -(-rows * shape.out_width // tiling.pixels) * (vectors // splits)
+    if batch < 4:  # more threads than tiles, for the depthwise phase and the staging
+        items = max(items, rows * shape.out_width // run * (shape.channels // GPU_VECTOR))
+    return replace(tiling, threads=min(384, max(64, -(-items // 32) * 32)))
 
 
 def default_network_tiling(shapes: tuple[BlockShape, ...], batch: int, target: str) -> NetworkTiling:
@@ -189,19 +212,84 @@ def default_network_tiling(shapes: tuple[BlockShape, ...], batch: int, target: s
         vectors = packed_vectors(wide.outputs, "host"), packed_vectors(deep.outputs, "host")
         runs = divisor(wide.out_width, 14), divisor(deep.out_width, 14)
         return NetworkTiling(runs[0], pixels[0], vectors[0], runs[1], pixels[1], vectors[1], 1, False, 1, 0)
-    return NetworkTiling(divisor(wide.out_width, 2), 14, 1, 1, 7, 1, 8, True, 384, 4)
+    return NetworkTiling(
+        divisor(wide.out_width, 14), 14, 1, divisor(deep.out_width, 7), 7, 1, 8, False, 352, 4
+    )
 
 
-SPREAD_BATCH = 32  # the largest batch whose images a CUDA GPU computes together
+SPREAD_BATCH = 16  # the largest batch whose images a CUDA GPU computes together
 
 
 def default_spread_tiling(batch: int, multiprocessors: int) -> SpreadTiling:
     """The tiling of the network spread over a CUDA GPU where nobody has tuned: a group per multiprocessor."""
 
     def cut(rows: int, splits: int, pixels: int) -> Tiling:
-        return Tiling(rows, splits, 1, pixels, 1, 8, False, 256, 4, staged=True)
+        return Tiling(rows, splits, 1, pixels, 1, 8, False, 384, 4, staged=True)
 
-    wide, deep = (cut(1, 8, 1), cut(1, 12, 1)) if batch < 4 else (cut(2, 2, 2), cut(4, 6, 2))
+    if batch < 4:
+        wide, deep = (cut(1, 8, 1), cut(1, 12, 1)) if batch == 1 else (cut(1, 4, 1), cut(2, 12, 1))
+    else:
+        wide, deep = (cut(1, 2, 2), cut(4, 12, 2)) if batch < 8 else (cut(2, 2, 2), cut(4, 6, 2))
     return SpreadTiling(
         (wide, wide, deep, deep), groups=power_of_two(multiprocessors), threads=256, steps=8, ahead=False
     )
+
+
+def block_candidates(shape: BlockShape, batch: int, target: str) -> list[Tiling]:
+    """Tilings worth trying for `batch` images on `target`; the default comes first."""
+    default = default_tiling(shape, batch, target)
+    vector = vector_width(target)
+    limit = HOST_SCRATCH_BYTES if target == "host" else SCRATCH_BYTES
+    found = [default]
+    if target == "host":
+        for rows in {default.rows, *(divisor(shape.out_height, n) for n in (14, 7, 2))}:
+            for pixels in (5, 6, 7, 8):
+                found.append(replace(default, rows=rows, pixels=pixels))
+        found += [replace(default, splits=n) for n in (1, 2, 4)]
+        found.append(replace(default, run=divisor(shape.out_width, 7)))
+    else:
+        small = batch < 64
+        for rows in (1, 2, 4, 7):
+            for pixels in (1, 2, 4) if small else (4, 7, 14):
+                for splits in (1, 2, 4, 8) if small else (1, 2):
+                    for steps, ahead in ((8, True), (16, True)) if small else ((4, True), (8, False)):
+                        tiles = -(-rows * shape.out_width // pixels) * (shape.outputs // splits // vector)
+                        if rows <= shape.out_height and 32 <= tiles <= 1024:
+                            threads = min(384, -(-tiles // 32) * 32)
+                            found.append(Tiling(rows, splits, 1, pixels, 1, steps, ahead, threads, 4))
+    fitting = [t for t in found if not t.misfit(shape, vector) and t.scratch_bytes(shape) <= limit]
+    return list(dict.fromkeys([default, *fitting]))
+
+
+def network_candidates(shapes: tuple[BlockShape, ...], batch: int, target: str) -> list[NetworkTiling]:
+    """Tilings of network.metal worth trying for `batch` images on `target`; the default comes first."""
+    default = default_network_tiling(shapes, batch, target)
+    if target == "host":
+        tiles = ((7, 7), (6, 7), (8, 7), (7, 5), (6, 5), (8, 8))
+        found = [replace(default, pixels1=a, pixels2=b) for a, b in tiles]
+        found.append(replace(default, run1=divisor(shapes[1].out_width, 7)))
+    else:
+        found = [
+            replace(default, pixels1=pixels, threads=threads, steps=steps, ahead=ahead)
+            for pixels in (7, 14)
+            for threads in (256, 384)
+            for steps, ahead in ((4, True), (8, True), (8, False))
+        ]
+    return list(dict.fromkeys([default, *found]))
+
+
+class Tunings:
+    """Tilings found by a search on one machine, per level and batch size; see harness/tuning.py.
+
+    A batch takes what was found for the largest tuned batch that is not larger, else for the smallest.
+    """
+
+    def __init__(self, entries: dict[tuple[str, int], tuple[Tiling | NetworkTiling | None, ...]]):
+        self.entries = entries
+
+    def pick(self, level: str, batch: int) -> tuple[Tiling | NetworkTiling | None, ...] | None:
+        """The tilings of `level`: one per block, or the network's one; None, or a None in it: the default."""
+        batches = sorted(size for name, size in self.entries if name == level)
+        if not batches:
+            return None
+        return self.entries[level, max((size for size in batches if size <= batch), default=batches[0])]
