@@ -57,9 +57,15 @@ def folders(tag: str | None) -> list[tuple[Path, Path]]:
         return [(OUTPUT, CONCLUSIONS)]
     if tag != "all":
         return [(OUTPUT / tag, CONCLUSIONS / tag)]
-    found = sorted(path.parent.relative_to(OUTPUT) for path in OUTPUT.rglob("per_trial.npz"))
+    paths = [OUTPUT / "per_trial.npz", *sorted(OUTPUT.glob("*/per_trial.npz"))]
+    # The other studies' runs lie in folders of the same form and have reports of their own.
+    found = [
+        path.parent.relative_to(OUTPUT)
+        for path in paths
+        if path.is_file() and (load(path).rows["study"] == "mnist").any()
+    ]
     if not found:
-        raise Fault(f"{shown(OUTPUT)} holds no per_trial.npz; a benchmark run writes one.")
+        raise Fault(f"{shown(OUTPUT)} holds no benchmark run; `python scr/benchmark.py` makes one.")
     return [(OUTPUT / name, CONCLUSIONS / name) for name in found]
 
 

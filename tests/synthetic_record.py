@@ -1,6 +1,7 @@
 """Records that look like a run's, for tests of reports and plots: no framework, no clock."""
 
 import numpy as np
+import pandas as pd
 
 from harness import costs
 from harness.measure import spread
@@ -17,9 +18,12 @@ BACKENDS = {
     "mlx-compile": ("cpu", 1.2, 13.6),
     "mlx-folded": ("cpu", 0.7, 13.0),
     "mlx-fused": ("cpu", 1.9, 9.0),
+    "torch-graph": ("cuda", 0.1, 0.9),
     "mlx-block": ("host", 0.08, 0.155),
     "mlx-network": ("host", 0.13, 0.11),
 }
+
+CPU_BACKENDS = tuple(name for name in BACKENDS if name != "torch-graph")
 
 CEILINGS = [
     {"name": "launch_wait", "framework": "torch", "target": "cpu", "unit": "ms", "value": 0.002},
@@ -43,6 +47,32 @@ CEILINGS = [
     },
     {"name": "fma", "framework": "host", "target": "host", "dtype": "float16", "reason": "no _Float16"},
 ]
+
+# A GPU's, with the times of GPU_MS.
+GPU_CEILINGS = [
+    *(
+        {"name": name, "framework": framework, "target": "cuda", "unit": "ms", "value": value}
+        for framework in ("torch", "mlx")
+        for name, value in (("launch_wait", 0.02), ("launch_chain", 0.004))
+    ),
+    *(
+        {"name": "copy", "framework": "mlx", "target": "cuda", "unit": "GB/s", "bytes": n, "value": v}
+        for n, v in ((2**16, 300.0), (2**24, 5000.0), (2**30, 4200.0))
+    ),
+    {"name": "fma", "framework": "torch", "target": "cuda", "unit": "GFLOP/s", "dtype": "float32"}
+    | {"source": "matmul 8192", "value": 51000.0},
+]
+
+# backend: (wall ms beyond device time, device ms at least, device ms per image)
+GPU_MS = {
+    "torch": (0.25, 0.5, 0.0024),
+    "torch-graph": (0.02, 0.08, 0.0024),
+    "mlx": (0.5, 0.6, 0.0048),
+    "mlx-folded": (0.2, 0.3, 0.003),
+    "mlx-fused": (0.4, 0.5, 0.0025),
+    "mlx-block": (0.06, 0.024, 0.0005),
+    "mlx-network": (0.05, 0.06, 0.00049),
+}
 
 ENVIRONMENT = {
     "chip": "Example CPU",
@@ -82,7 +112,7 @@ def expected_ms(backend, batch_size):
 
 
 def make_record(
-    backends=tuple(BACKENDS),
+    backends=CPU_BACKENDS,
     batch_sizes=BATCH_SIZES,
     trials=200,
     rounds=20,
@@ -165,6 +195,31 @@ def make_record(
         checks=checks,
         cells=cells,
     )
+
+
+def make_gpu_record(batch_sizes=(1, 16, 128, 512, 4096)):
+    """As an NVIDIA GPU's: device clock, joules, launches counted."""
+    record = make_record(backends=tuple(GPU_MS), batch_sizes=batch_sizes, kinds=("latency", "python"))
+    rows = record.rows
+    device = rows[rows["kind"] == "latency"].groupby(["backend", "batch_size", "round"]).head(1).copy()
+    for frame, extra in ((rows, 1.0), (device, 0.0)):
+        for backend, (beyond, least, per_image) in GPU_MS.items():
+            for size in batch_sizes:
+                here = (frame["backend"] == backend) & (frame["batch_size"] == size)
+                wall = here & (frame["kind"] == "latency")
+                noise = frame.loc[wall, "latency_ms"] / expected_ms(backend, size)
+                frame.loc[wall, "latency_ms"] = noise * (extra * beyond + least + per_image * size)
+                frame.loc[here & (frame["kind"] == "python"), "latency_ms"] = 0.8 * beyond
+    device["kind"] = "device"
+    record.rows = pd.concat([rows, device], ignore_index=True)
+    record.rows["target"] = "cuda"
+    record.environment |= {"ceilings": GPU_CEILINGS}
+    record.environment |= {"gpu": {"name": "Example GPU", "memory_total": "80 GiB", "driver_version": "1.2"}}
+    for cell in record.cells:
+        cell |= {"target": "cuda", "joules_per_image": 0.002 / cell["batch_size"] + 1e-4}
+        cost = costs.predict(cell["backend"], "cuda", cell["batch_size"], "float32", GPU_CEILINGS)
+        cell |= {"cost": cost, "launches_counted": cost["launches"]}
+    return record
 
 
 def unavailable_cells(backend, reason, batch_sizes=BATCH_SIZES, state="unavailable", dtype="float32"):

@@ -43,6 +43,13 @@ def check_record(record: Record) -> None:
         raise Fault("the record holds no latency: nothing was measured to the end.")
 
 
+def machine_name(record: Record) -> str:
+    """The GPU's name where backends ran on one, else the chip's."""
+    gpu = (record.environment.get("gpu") or {}).get("name")
+    on_gpu = any(cell["target"] in ("cuda", "metal", "mps") for cell in record.cells)
+    return gpu if gpu and on_gpu else record.environment["chip"]
+
+
 @dataclass
 class Group:
     """The cells of one study, case and dtype."""

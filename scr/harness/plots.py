@@ -304,17 +304,18 @@ def draw_bars(
     """Horizontal bars of P50 with whiskers to P95; black diamonds where a figure was published."""
     names = list(p50_ms)
     published = {name: value for name, value in (published_ms or {}).items() if name in p50_ms}
-    far = max([*p50_ms.values(), *(v for v in p95_ms.values() if v), *published.values()])
+    ends = {name: max(p50_ms[name], p95_ms.get(name) or 0) for name in names}
+    _bar_axis(axes, [*p50_ms.values(), *ends.values(), *published.values()])
     for row, name in enumerate(names):
+        end = ends[name]
         axes.barh(row, p50_ms[name], height=0.72, color=colour(name))
-        end = p50_ms[name]
         if p95_ms.get(name) is not None:
-            axes.plot([end, p95_ms[name]], [row, row], color="black", linewidth=1)
+            axes.plot([p50_ms[name], p95_ms[name]], [row, row], color="black", linewidth=1)
             axes.plot([p95_ms[name]] * 2, [row - 0.18, row + 0.18], color="black", linewidth=1)
-            end = max(end, p95_ms[name])
         if name in published:
             axes.plot(published[name], row, "D", color="white", mec=PUBLISHED, mew=1.1, markersize=5)
-            if published[name] > 0.9 * end:
+            # A figure would lie under the text behind the bar: the text moves behind the figure.
+            if -0.02 < _along(axes, published[name]) - _along(axes, end) < 0.17:
                 end = max(end, published[name])
         axes.annotate(
             milliseconds(p50_ms[name]),
@@ -327,7 +328,11 @@ def draw_bars(
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(False, axis="y")
-    _bar_axis(axes, [*p50_ms.values(), *published.values(), far])
+
+
+def _along(axes: Axes, x: float) -> float:
+    """Where a value lies along the x axis, from 0 to 1."""
+    return float(axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0])
 
 
 def _bar_axis(axes: Axes, values: Sequence[float], room: float = 0.22) -> None:

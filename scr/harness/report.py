@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import plots, published, sections
-from harness.analysis import Group, check_record, groups
+from harness.analysis import Group, check_record, groups, machine_name
 from harness.compare import pause_verdict
 from harness.figures import FIGURES
 from harness.paths import write_atomic
@@ -109,18 +109,17 @@ def text(
     if sections.is_network(first):
         add("Apple's chips, predicted", sections.apple_prediction())
     closing = "\n".join(f"{i}. {sentence}" for i, sentence in enumerate(five_sentences(first), start=1))
-    add(f"What pays on this machine ({record.environment['chip']})", closing)
+    add(f"What pays on this machine ({machine_name(record)})", closing)
     return "\n\n".join(parts) + "\n"
 
 
 def head(record: Record, source: str) -> str:
     """Title, and which machine the numbers are from."""
-    chip = record.environment["chip"]
-    gpu = (record.environment.get("gpu") or {}).get("name")
-    on = f"{chip} with {gpu}" if gpu and gpu != chip else chip
+    chip, name = record.environment["chip"], machine_name(record)
+    on = name if name == chip else f"{name}, in a machine with {chip}"
     state = "" if record.environment.get("complete", True) else " The run was interrupted."
     return (
-        f"# Benchmark result: {gpu if gpu else chip}\n\n"
+        f"# Benchmark result: {name}\n\n"
         f"Every number below was measured on **{on}** in one run, and is computed from [{Path(source).name}]"
         f"({source}) by `python scr/report.py`, except where it is marked as *published* (the article's, "
         "on an "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness import costs, ladder, machine, published, statistics
-from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, RETURNS_EARLY, Group, groups
+from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, RETURNS_EARLY, Group, groups, machine_name
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
@@ -727,7 +727,7 @@ def reliability(group: Group, again: Record | None) -> str:
         return text + " No run of the same backends under two names (`make aa`) is stored beside this one."
     wrong, pairs, worst = rate
     text += (
-        f" For real, on {again.environment['chip']}: the same backend under two names was called faster or "
+        f" For real, on {machine_name(again)}: the same backend under two names was called faster or "
         f"slower in {wrong} of {count(pairs, 'comparison')} ({percent(100 * wrong / pairs)})"
     )
     return text + (f", the largest ratio being {interval(worst)}." if worst and wrong else ".")
