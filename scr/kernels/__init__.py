@@ -27,6 +27,7 @@ from kernels.networks import (
     network_by_blocks,
     network_call,
     network_reference,
+    network_spread,
     spread_call,
     weight_parts,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "network_by_blocks",
     "network_call",
     "network_reference",
+    "network_spread",
     "pack_block",
     "pack_head",
     "spread_call",

@@ -20,8 +20,15 @@ from kernels.blocks import (
     head_slices,
     packed_size,
 )
-from kernels.launcher import Call, Kernel, Output, chain, default_target
-from kernels.tilings import BlockShape, NetworkTiling, SpreadTiling, Tiling, default_network_tiling
+from kernels.launcher import Call, Kernel, Output, Unavailable, chain, default_target
+from kernels.tilings import (
+    BlockShape,
+    NetworkTiling,
+    SpreadTiling,
+    Tiling,
+    default_network_tiling,
+    default_spread_tiling,
+)
 
 PHASES = ("depthwise_phase.metal", "product_phase.metal", "block_phases.metal", "head_phase.metal")
 NETWORK = Kernel(
@@ -223,6 +230,24 @@ def network(
     target = target or default_target()
     _check(x, weights, shape)
     return chain([network_call(x, x.shape[0], x.dtype, weights, shape, target, tiling)], target)[0]
+
+
+def network_spread(
+    x: mx.array,
+    weights: mx.array,
+    shape: NetworkShape,
+    tiling: SpreadTiling | None = None,
+    target: str | None = None,
+) -> mx.array:
+    """Images to logits in one launch that spreads each over the GPU; arguments as of `network`. CUDA only."""
+    if (target or default_target()) != "cuda":
+        raise Unavailable("groups that wait for each other need the cuda target")
+    _check(x, weights, shape)
+    batch = x.shape[0]
+    tiling = tiling or default_spread_tiling(batch, multiprocessors())
+    arrivals, previous = mx.zeros((8,), mx.uint32), mx.zeros((8,), x.dtype)
+    call = spread_call(x, batch, x.dtype, weights, shape, arrivals, previous, tiling)
+    return chain([call], "cuda")[0]
 
 
 def network_by_blocks(
