@@ -222,6 +222,15 @@ def test_launches_are_counted_on_the_graph(level, compiled, count, checkpoint, m
     assert count_launches((mx.compile(model) if compiled else model)(x)) == count
 
 
+@pytest.mark.parametrize("name", ["torch", "torch-channels-last"])
+def test_operators_of_an_eager_forward_are_counted(name, checkpoint):
+    backend = build(candidate(name, Options(checkpoint, device="cpu")))
+    assert "launches_counted" not in backend.facts()
+    right = output(backend, images(2))
+    assert backend.facts()["launches_counted"] == 37
+    assert np.array_equal(backend.result(), right), "counting leaves the output alone"
+
+
 def test_counted_launches_are_facts_of_the_cell(checkpoint):
     backend = build(candidate("mlx-folded", Options(checkpoint)))
     assert "launches_counted" not in backend.facts(), "before the first forward, weights are not derived yet"

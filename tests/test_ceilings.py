@@ -65,14 +65,17 @@ def test_lookups():
         {"name": "fma", "framework": "host", "target": "host", "dtype": "float32", "value": 300.0},
         {"name": "fma", "framework": "host", "target": "host", "dtype": "float16", "reason": "no _Float16"},
         {"name": "copy", "framework": "mlx", "target": "metal", "bytes": 1000, "value": 10.0},
-        {"name": "copy", "framework": "mlx", "target": "metal", "bytes": 100_000, "value": 60.0},
+        {"name": "copy", "framework": "mlx", "target": "metal", "bytes": 100_000, "value": 80.0},
+        {"name": "copy", "framework": "torch", "target": "mps", "bytes": 100_000, "value": 90.0},
+        {"name": "copy", "framework": "mlx", "target": "metal", "bytes": 10_000_000, "value": 60.0},
         {"name": "launch_wait", "framework": "mlx", "target": "metal", "value": 0.1},
     ]
     assert rate(limits, "float32", "metal") == 2400.0
     assert rate(limits, "float32", "cpu") == 300.0
     assert rate(limits, "float16", "cpu") is None
-    assert bandwidth(limits, 9_000, "metal") == 10.0  # nearest by ratio
-    assert bandwidth(limits, 11_000, "metal") == 60.0
+    assert bandwidth(limits, 900_000, "metal") == 90.0  # nearest by ratio, the best of both frameworks
+    assert bandwidth(limits, 1_100_000, "metal") == 60.0
+    assert bandwidth(limits, 1, "metal") == 90.0, "short copies show less than the cache gives"
     assert bandwidth(limits, 1, "cuda") is None
     assert launch_ms(limits, "mlx") is None, "one of its two figures is missing"
     assert [device_of(target) for target in ("host", "mps", "cuda")] == ["cpu", "metal", "cuda"]

@@ -253,13 +253,38 @@ class TorchBackend(Backend):
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Threads, TF32 and compile mode as they are in this process."""
+        """Threads, TF32 and compile mode as they are in this process; the operators of an eager forward."""
         tf32 = self.torch.backends.cuda.matmul.allow_tf32 or self.torch.backends.cudnn.allow_tf32
-        return {
+        facts = {
             "threads": self.torch.get_num_threads(),
             "tf32": tf32 if self.target == "cuda" else None,
             "compile_mode": self.compile_mode,
         }
+        if self.outputs and self.variant in ("torch", "channels-last"):
+            last = self.outputs[-1:]
+            facts |= {"launches_counted": count_operators(self.run), "launches_by": "operators dispatched"}
+            self.outputs = last
+        return facts
+
+
+def count_operators(run: Callable[[], None]) -> int:
+    """Operators that PyTorch dispatches in `run`, without those that only describe memory (views)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        """Counts what passes."""
+
+        total = 0
+
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            self.total += not operator.is_view
+            return operator(*arguments, **(keywords or {}))
+
+    with Count() as count:
+        run()
+    return count.total
 
 
 class TorchNetwork(TorchBackend):
@@ -388,7 +413,7 @@ class MlxBackend(Backend):
         facts = {"compiled": self.compiled}
         facts["tf32"] = os.environ.get("MLX_ENABLE_TF32", "1") != "0" if on_cuda else None
         if self.counts_launches and self.outputs:
-            facts["launches_counted"] = count_launches(self.forward(self.x))
+            facts |= {"launches_counted": count_launches(self.forward(self.x)), "launches_by": "MLX graph"}
         return facts
 
 

@@ -309,12 +309,15 @@ def rate(entries: list[dict[str, Any]], dtype: str, device: str) -> float | None
 
 
 def bandwidth(entries: list[dict[str, Any]], nbytes: float, device: str) -> float | None:
-    """The best measured copy bandwidth in GB/s at the working set nearest to `nbytes`, by ratio."""
+    """Copy bandwidth in GB/s at a working set of `nbytes`: the best measured at the nearest size or above.
+
+    A smaller working set is never slower than a larger one, but its copies may be too short to show it.
+    """
     found = _of(entries, "copy", device)
     if not found:
         return None
     nearest = min((e["bytes"] for e in found), key=lambda b: max(b / nbytes, nbytes / b))
-    return max(e["value"] for e in found if e["bytes"] == nearest)
+    return max(e["value"] for e in found if e["bytes"] >= nearest)
 
 
 def launch_ms(entries: list[dict[str, Any]], framework: str) -> tuple[float, float] | None:

@@ -44,7 +44,7 @@ from harness.paths import shown
 from harness.record import Record, rows_from
 from harness.worker import Worker, WorkerCrash, WorkerError
 
-LEAST_ROUNDS = 3  # of a backend that is too slow for its budget
+LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no interval says anything
 
 # Seconds that each kind may take per cell, as a share of the budget; at most so many trials per round.
 SHARES = {"latency": 1.0, "throughput": 0.25, "python": 0.1, "device": 0.25}
@@ -195,8 +195,8 @@ class Cell:
 
     @property
     def batch_key(self) -> str:
-        """The input's name in the worker."""
-        return f"{self.case.study}/{self.case.name}/{self.batch_size}"
+        """The name of its input in the worker, and of its reference."""
+        return f"{self.case.study}/{self.case.name}/{self.case.dtype}/{self.batch_size}"
 
     @property
     def label(self) -> dict[str, Any]:
@@ -418,7 +418,7 @@ class Study:
         groups: dict[str, list[Cell]] = {}
         for cell in self.cells:
             if not cell.state:
-                groups.setdefault(f"{cell.batch_key}/{cell.case.dtype}", []).append(cell)
+                groups.setdefault(cell.batch_key, []).append(cell)
         rounds = []
         for cells in groups.values():
             count = max(cell.plan.rounds for cell in cells)
