@@ -48,6 +48,9 @@ mlp: $(READY) ## study 2, fusing MLPs: output/mlp_fusion, conclusions/mlp_fusion
 batching: $(READY) ## study 3, what a batch costs: output/batching, conclusions/batching.md
 	$(RUN) scr/batching.py $(ARGS)
 
+tune: $(READY) | $(CHECKPOINT) ## search this machine for faster tiles of the kernels; `make bench` then uses them
+	$(RUN) scr/tune.py $(ARGS)
+
 claims: $(READY) ## recompute the numbers in the README files from the runs they name
 	$(RUN) scr/claims.py $(ARGS)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import mnist_data
-from harness import backends, ceilings, costs, layers, machine, shapes
+from harness import ablation, backends, ceilings, costs, layers, machine, shapes
 from harness.cli import Fault, parse_settings, run_command
 from harness.measure import (
     Candidate,
@@ -79,7 +79,11 @@ class Settings(MeasureSettings):
         metadata={"help": "also time one layer at other people's shapes", "choices": shapes.SETS},
     )
     layers: bool = field(
-        default=True, metadata={"help": "also time the layers by kind, at one batch size (--no-layers: not)"}
+        default=True,
+        metadata={"help": "also time the layers by kind and the fused kernel's parts, at one batch size"},
+    )
+    tuned: bool = field(
+        default=True, metadata={"help": "use what scr/tune.py found for this machine (--no-tuned: do not)"}
     )
     checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
     data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
@@ -171,6 +175,7 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
         target=settings.target,
         threads=settings.threads,
         compile_mode=settings.compile_mode,
+        tuned=settings.tuned,
     )
     network = Case(
         study="mnist",
@@ -191,6 +196,7 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
     if settings.layers and settings.dtype == "float32":
         size = min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size))
         found += layers.cases(settings.backends, options, first, (size,))
+        found += ablation.cases(settings.backends, options, (size,))
     return found, source
 
 

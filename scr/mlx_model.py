@@ -216,12 +216,18 @@ class DepthwiseMNIST(nn.Module):
     `fold()` must be called again; `load_pt_weights` does.
     """
 
-    def __init__(self, level: str = "layers", dtype: mx.Dtype = mx.float32, target: str | None = None):
+    def __init__(
+        self,
+        level: str = "layers",
+        dtype: mx.Dtype = mx.float32,
+        target: str | None = None,
+        tunings: kernels.Tunings | None = None,
+    ):
         super().__init__()
         if level not in LEVELS:
             raise ValueError(f"unknown fusion level {level!r}: one of {', '.join(LEVELS)}")
         block = BLOCK_CLASSES.get(level, Block)
-        self.level, self.dtype, self.target = level, dtype, target
+        self.level, self.dtype, self.target, self._tunings = level, dtype, target, tunings
         self.conv1 = nn.Conv2d(1, STEM_CHANNELS, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm(STEM_CHANNELS)
         self.stages = nn.Sequential(*(block(*sizes, target=target) for sizes in BLOCKS))
@@ -248,7 +254,7 @@ class DepthwiseMNIST(nn.Module):
             block.fold(self.dtype)
         self._launches = None
         if self.level in LAUNCH_LEVELS:
-            self._launches = FusedNetwork(self.level, pack_network(self), self.target)
+            self._launches = FusedNetwork(self.level, pack_network(self), self.target, self._tunings)
         folded = isinstance(self.stages.layers[0], FoldedBlock)
         self._folded_stem = FoldedConv(self.conv1, self.bn1, self.dtype) if folded else None
         self.set_dtype(self.dtype)
@@ -451,11 +457,14 @@ def get_model(
     checkpoint: Path | str | None = None,
     dtype: mx.Dtype = mx.float32,
     target: str | None = None,
+    tunings: kernels.Tunings | None = None,
 ) -> DepthwiseMNIST:
     """The trained network at a fusion level, in eval mode; `checkpoint` defaults to output/best_model.pth.
+
+    `tunings` replace default tilings at the levels "block" and "network".
 
     It may be a PyTorch checkpoint or a file of `export.py`; the latter is read without importing PyTorch.
     Raises Fault for a checkpoint that is missing or does not fit, ValueError for an unknown level.
     """
-    path, model = checkpoint or CHECKPOINT, DepthwiseMNIST(level, dtype, target)
+    path, model = checkpoint or CHECKPOINT, DepthwiseMNIST(level, dtype, target, tunings)
     return load_exported(path, model) if is_exported(path) else load_pt_weights(path, model)

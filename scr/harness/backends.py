@@ -62,7 +62,8 @@ class Options:
 
     `mlx_checkpoint` holds the weights of `checkpoint` as `port_weights` writes them, so that MLX's process
     needs no PyTorch. `device` is PyTorch's, `target` that of our kernels (None: MLX's device). With `tf32`,
-    float32 may use TF32, the frameworks' default on NVIDIA.
+    float32 may use TF32, the frameworks' default on NVIDIA. With `tuned`, kernels use the tilings that
+    `tune.py` found for this machine, if it ran.
     """
 
     checkpoint: Path
@@ -73,6 +74,7 @@ class Options:
     threads: int = 0
     compile_mode: str = "default"
     tf32: bool = False
+    tuned: bool = True
 
 
 def candidate(name: str, options: Options) -> Candidate:
@@ -84,7 +86,7 @@ def candidate(name: str, options: Options) -> Candidate:
         level, compiled = _MLX[name]
         weights = str(options.mlx_checkpoint or options.checkpoint)
         arguments = common | {"checkpoint": weights, "level": level, "compiled": compiled}
-        arguments |= {"target": options.target}
+        arguments |= {"target": options.target, "tuned": options.tuned}
         factory = "harness.backends:MlxNetwork"
         return Candidate(name, f"mlx{suffix}", factory, arguments, "mlx.core", variables)
     arguments = common | {"threads": options.threads}
@@ -427,10 +429,13 @@ class MlxNetwork(MlxBackend):
         level: str = "layers",
         compiled: bool = False,
         target: str | None = None,
+        tuned: bool = True,
     ) -> None:
         import mlx.core as mx
 
+        import kernels
         import mlx_model
+        from harness import tuning
 
         if level not in mlx_model.LEVELS:
             raise Fault(f"the fusion level {level!r} is not built")
@@ -438,10 +443,23 @@ class MlxNetwork(MlxBackend):
             raise Fault(f"the {level} kernels store float32 or float16, not {dtype}")
         custom = level not in ("layers", "folded")
 
+        self.tiles = None  # "default" or "tuned", where the level has a choice of tilings
+
         def make() -> Any:
-            return mlx_model.get_model(level, checkpoint, getattr(mx, dtype), target if custom else None)
+            tunings = None
+            if level in mlx_model.LAUNCH_LEVELS:
+                found = tuning.load(target or kernels.default_target()) if tuned else None
+                tunings = found.tunings() if found and found.covers(level) else None
+                self.tiles = "tuned" if tunings else "default"
+            return mlx_model.get_model(
+                level, checkpoint, getattr(mx, dtype), target if custom else None, tunings
+            )
 
         super().__init__(make, dtype, compiled, custom, target)
+
+    def facts(self) -> dict[str, Any]:
+        """As any MLX backend's, and which tilings it runs with."""
+        return super().facts() | ({"tiles": self.tiles} if self.tiles else {})
 
 
 # Primitives of MLX's graph that only describe memory; every other one is a launch on a GPU.
