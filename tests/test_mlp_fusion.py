@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.measure import Candidate, Case, Cell
 from harness.record import load
 from mlp import claims, report
 from mlp.view import View
@@ -105,6 +106,21 @@ def test_an_unexplained_refutation_is_said_to_be_open(ran):
     cell["observed"]["kernels"] = {"gemm": 2, "pointwise": 1}
     cell |= {"verdict": "refuted", "difference": "1 gemm more"}
     assert "1 gemm more: **open**" in report.refuted(View(record))
+
+
+def test_a_case_that_fails_alike_in_every_way_puts_the_check_in_doubt(ran):
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    for cell in record.cells:
+        if cell["case"] == "q+k+v":
+            cell |= {"state": "dropped", "reason": "wrong result"}
+    assert "q+k+v, float32: every way, plain eager among them, differs" in report.left_out(View(record))
+
+
+def test_one_case_in_two_dtypes_has_two_references():
+    cases = [Case("s", "same", (1,), np.ones, (), None, dtype) for dtype in ("float32", "float16")]
+    candidate = Candidate("torch", "torch", "x:y")
+    first, second = (Cell(case, candidate, 1) for case in cases)
+    assert first.batch_key != second.batch_key
 
 
 @pytest.mark.parametrize(

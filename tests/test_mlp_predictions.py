@@ -84,7 +84,7 @@ def test_a_cpu_copies_every_bias_first():
         ({"gemm": 3, "pointwise": 2}, "confirmed", ""),
         ({"gemm": 3, "pointwise": 2, "memset": 4, "memcpy": 1}, "confirmed", ""),
         ({"gemm": 3, "fused": 1}, "refuted", "1 fused more, 2 pointwise fewer"),
-        ({"gemm": 3, "pointwise": 2, "split-K sum": 1}, "refuted", "1 split-K sum more"),
+        ({"gemm": 3, "pointwise": 2, "gemm helper": 1}, "refuted", "1 gemm helper more"),
         ({}, "refuted", "3 gemm fewer, 2 pointwise fewer"),
     ],
 )

@@ -119,6 +119,33 @@ def test_the_stored_cpu_trace_of_a_compiled_geglu():
     assert summary.busy_us < summary.step_us
 
 
+def test_the_stored_gpu_trace_of_a_replayed_graph():
+    """An H200, fp16 MLP of three layers under reduce-overhead."""
+    summary = traces.summarize(traces.read(DATA / "mlp_gpu_graph_trace.json.gz"))
+    assert (summary.device, summary.steps) == ("gpu", 3)
+    assert summary.kernels == {"gemm": 3, "fused": 3, "copy": 1}
+    assert (summary.graph_launches, summary.launches) == (1, 1)  # the copy of the input is apart
+    assert 0.9 < summary.idle_share < 1
+    gemm = next(name for name in summary.names if traces.is_gemm(name))
+    assert traces.decode_gemm(gemm) == traces.GemmName("tn", "24x64x64", "nvjet")
+
+
+def test_the_stored_gpu_trace_of_a_training_step():
+    """An H200, fp32: the library adds kernels around the products; the backward is another thread."""
+    trace = traces.read(DATA / "mlp_gpu_training_trace.json.gz")
+    summary = traces.summarize(trace)
+    assert {kind: n for kind, n in summary.kernels.items() if kind != "memset"} == {
+        "gemm": 8,
+        "gemm helper": 8,
+        "pointwise": 6,
+        "reduction": 3,
+    }
+    assert summary.launches == summary.kernel_count
+    assert summary.busy_us == pytest.approx(sum(summary.kernel_us.values()), rel=1e-6)  # one stream
+    assert len({span.thread for span in trace.lane("cpu")}) == 2
+    assert all(span.self_time >= -0.01 for span in trace.spans)
+
+
 def test_a_stored_trace_names_no_machine(tmp_path):
     exported = tmp_path / "exported.json"
     document = {"host_name": "secret", "traceName": "/home/secret/x.json", "traceEvents": list(GPU)}
@@ -176,7 +203,7 @@ def test_what_a_gemm_name_says(name, layout, tile, family):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("void cublasLt::splitKreduce_kernel<32, 16>", "split-K sum"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "gemm helper"),
         ("triton_poi_fused_gelu_mul_0", "fused"),
         ("triton_per_fused_native_layer_norm_0", "fused"),
         ("triton_tem_fused_mm_0", "gemm"),
@@ -186,6 +213,9 @@ def test_what_a_gemm_name_says(name, layout, tile, family):
         ("void at::native::reduce_kernel<128, 4>", "reduction"),
         ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copy"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copy"),
+        ("sm80_xmma_gemm_f32f32_tn_n_tilesize64x64x8_execute_split_k_kernel__5x_cublas", "gemm helper"),
+        ("void scal_kernel<float>(cublasTransposeParams<float>)", "gemm helper"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::Copy<c10::Half, c10::Half> >", "copy"),
         ("something_else", "other"),
     ],
 )

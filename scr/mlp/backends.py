@@ -34,9 +34,9 @@ def wait(device: str) -> None:
 class Callable_(Backend):
     """A function of one tensor on a device.
 
-    `module` owns the weights. With `training` a call is a forward and a backward pass, and the result is the
-    gradient of the first weight, through which every other gradient must have flowed; otherwise it is the
-    output. With `graph` the call is captured once and replayed.
+    `module` owns the weights. With `training` a call is a forward and a backward pass. The result is the
+    output, or with `gradient` the gradient of the first weight, through which every other gradient must have
+    flowed. With `graph` the call is captured once and replayed.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class Callable_(Backend):
         dtype: torch.dtype,
         training: bool = False,
         graph: bool = False,
+        gradient: bool = False,
     ) -> None:
         if graph and device != "cuda":
             raise Fault("CUDA graphs need an NVIDIA GPU")
         self.function, self.module, self.target, self.dtype = function, module, device, dtype
-        self.training, self.graph = training, graph
+        self.training, self.graph, self.gradient = training, graph, gradient
         self.notes: dict[str, Any] = {}
         self.captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self.output: Tensor | None = None
@@ -72,7 +73,7 @@ class Callable_(Backend):
             self.x = x
         if self.training:
             generator = torch.Generator().manual_seed(7)
-            self.gradient = torch.randn(batch.shape, generator=generator).to(self.target, self.dtype)
+            self.slope = torch.randn(batch.shape, generator=generator).to(self.target, self.dtype)
         if self.graph and not self.captured:
             self._capture()
         wait(self.target)
@@ -97,7 +98,8 @@ class Callable_(Backend):
             self.output = self.captured[1]
         elif self.training:
             self.module.zero_grad(set_to_none=True)
-            self.function(self.x).backward(self.gradient)
+            self.output = self.function(self.x)
+            self.output.backward(self.slope)
         else:
             with torch.no_grad():
                 self.output = self.function(self.x)
@@ -107,8 +109,8 @@ class Callable_(Backend):
         wait(self.target)
 
     def result(self) -> np.ndarray:
-        """The output (or the gradient of the first weight), thinned to at most MOST_RESULTS elements."""
-        output = next(self.module.parameters()).grad if self.training else self.output
+        """The output or the gradient of the first weight, thinned to at most MOST_RESULTS elements."""
+        output = next(self.module.parameters()).grad if self.gradient else self.output
         rows = output.detach().reshape(-1, output.shape[-1])
         step = -(-rows.numel() // MOST_RESULTS)
         # An odd step meets every position within a tile.

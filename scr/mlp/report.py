@@ -1,6 +1,8 @@
 """The study's report, plots and tables, from the stored record and traces alone."""
 
 import os
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from harness.paths import write_atomic
 from harness.record import Record
 from harness.sections import machine_table
 from harness.tables import count, markdown_table, percent, significant, verdict_cell, words
-from mlp import claims, timeline, traces
+from mlp import claims, predictions, timeline, traces
 from mlp.view import View
 
 TITLES = {
@@ -40,7 +42,12 @@ LIGER = (
 
 
 def build(record: Record, output: Path, markdown: Path) -> None:
-    """Write the plots to `output`/plots and the report to `markdown`."""
+    """Write the plots to `output`/plots and the report to `markdown`.
+
+    What was observed is read from the stored traces again, so that a better reading needs no new run.
+    """
+    for cell in record.cells:
+        observe(cell, output / "traces")
     view = View(record)
     plots.register(dict.fromkeys(cell["backend"] for cell in record.cells))
     pictures = {number: draw(view, number, output) for number in TITLES if view.cases(number)}
@@ -65,6 +72,17 @@ def build(record: Record, output: Path, markdown: Path) -> None:
         files(folder),
     ]
     write_atomic(markdown, "\n\n".join(part for part in parts if part) + "\n")
+
+
+def observe(cell: dict[str, Any], folder: Path) -> None:
+    """Read a cell's figures and its verdict from its trace, where there is one."""
+    path = folder / cell.get("trace", "")
+    if not path.is_file():
+        return
+    summary = traces.summarize(traces.read(path))
+    cell["observed"] = asdict(summary)
+    if "verdict" in cell:
+        cell["verdict"], cell["difference"] = predictions.compare(cell["prediction"], summary.kernels)
 
 
 def introduction(view: View) -> str:
@@ -123,10 +141,35 @@ def changes(view: View) -> str:
                     "other kernels": f"{_others(eager)} → {_others(compiled)}",
                     "operators": f"{eager['operators']:g} → {compiled['operators']:g}",
                     "wall": verdict_cell(view.ratio(case, "torch-compile", "torch", dtype)),
+                    "device": verdict_cell(view.ratio(case, "torch-compile", "torch", dtype, "device")),
                 }
             )
     note = "Eager → compiled, per step. Operators are PyTorch operators called on the CPU, nested ones too."
-    return markdown_table(rows, left=("kernels", "GEMM kernels", "other kernels", "wall")) + "\n\n" + note
+    table = markdown_table(rows, left=("kernels", "GEMM kernels", "other kernels", "wall", "device"))
+    return "\n\n".join(part for part in (table, note, clocks(view)) if part)
+
+
+def clocks(view: View) -> str:
+    """In how many cases compiling is faster by each clock, where both were read."""
+    both = []
+    for case, dtype in dict.fromkeys((c["case"], c["dtype"]) for c in view.record.cells):
+        pair = [view.ratio(case, "torch-compile", "torch", dtype, kind) for kind in ("device", "latency")]
+        if None not in pair:
+            both.append([comparison.verdict for comparison in pair])
+    if not both:
+        return ""
+    device, wall = ([verdicts[i] for verdicts in both].count("faster") for i in (0, 1))
+    slower = [verdicts[1] for verdicts in both].count("slower")
+    text = (
+        f"By the device's clock compiled code is faster in {device} of {len(both)} cases; by the wall it is "
+        f"faster in {wall} and slower in {slower}"
+    )
+    if slower:
+        text += (
+            ": a compiled call costs more Python (guards, wrappers) than an eager one of few operators, and "
+            "at these sizes the device waits for it"
+        )
+    return text + "."
 
 
 def _kernels(observed: dict[str, Any]) -> str:
@@ -152,9 +195,11 @@ def _gemm_change(before: dict[str, float], after: dict[str, float]) -> str:
 def experiment(view: View, number: int) -> str:
     """Predictions, times and notes of one experiment."""
     parts = [prediction_table(view, number), time_table(view, number)]
-    parts += {1: [cold(view)], 2: [names(view, number)], 4: [shapes(view), parameters(view), LIGER]}.get(
-        number, []
-    )
+    parts += {
+        1: [cold(view)],
+        2: [names(view, number)],
+        4: [halves(view), shapes(view), parameters(view), LIGER],
+    }.get(number, [])
     parts += {5: [two_layers(view)], 6: [merges(view)]}.get(number, [])
     return "\n\n".join(part for part in parts if part)
 
@@ -239,7 +284,7 @@ def names(view: View, number: int) -> str:
             rows.append(
                 {
                     "way": cell["backend"],
-                    "kernel": f"`{name if len(name) < 90 else name[:87] + '…'}`",
+                    "kernel": f"`{name if len(name) < 90 else short_name(name)}`",
                     "per step": f"{launches:g}",
                     "µs per step": significant(cell["observed"]["kernel_us"].get(name)),
                     "layout": decoded and decoded.layout,
@@ -264,6 +309,41 @@ def shapes(view: View) -> str:
             }
         )
     return markdown_table(rows, left=("first call per shape, s", "why not"))
+
+
+def halves(view: View) -> str:
+    """What eager's point-wise kernels cost on the halves of a merged projection."""
+    name = view.case_names(lambda n: n.startswith("geglu ") and "product" not in n)[0]
+    cells = [view.cell(name, backend) for backend in ("torch", "torch-merged")]
+    if None in cells:
+        return ""
+    apart, together = (
+        sum(
+            total
+            for kernel, total in cell["observed"]["kernel_us"].items()
+            if not traces.is_gemm(kernel) and kernel not in traces.PRODUCTS and "mem" not in kernel.lower()
+        )
+        for cell in cells
+    )
+    text = (
+        f"In the traces of {name}, eager GELU and multiplication take {significant(apart)} µs on the outputs "
+        f"of two projections and {significant(together)} µs on the two halves of one"
+    )
+    if together > 1.2 * apart:
+        return text + (
+            ": the rows of a half are strided, for which PyTorch takes slower kernels, so merging alone can "
+            f"cost more than it saves.{_fused_halves(view, name)}"
+        )
+    return text + "."
+
+
+def _fused_halves(view: View, name: str) -> str:
+    """The same comparison for our fused kernel, where it ran."""
+    cells = [view.cell(name, backend) for backend in ("triton", "triton-merged")]
+    if None in cells:
+        return ""
+    apart, together = (cell["observed"]["kernel_us"]["geglu_kernel"] for cell in cells)
+    return f" Our fused kernel takes {significant(apart)} and {significant(together)} µs."
 
 
 def parameters(view: View) -> str:
@@ -346,9 +426,14 @@ def explain(cell: dict[str, Any]) -> str | None:
     if seen["device"] == "cpu" and copies and copies == seen["names"].get("aten::addmm", 0):
         reasons.append("on a CPU addmm first copies the bias into the result, then adds the product to it")
         unexplained["copy"] = 0
-    if unexplained.get("split-K sum", 0) > 0:
-        reasons.append("the library splits the inner dimension over thread blocks and sums the parts")
-        unexplained["split-K sum"] = 0
+    if unexplained.get("gemm helper", 0) > 0:
+        found = [traces.GEMM_HELPER.search(name.lower()) for name in seen["names"]]
+        helpers = sorted({match.group() for match in found if match})
+        reasons.append(f"the library helps a product with kernels of its own: {_code(helpers)}")
+        unexplained["gemm helper"] = 0
+    if seen["graph_launches"] and cell["backend"] == "torch-compile-overhead" and copies == 1:
+        reasons.append("before the replay the input is copied into the graph's own buffer")
+        unexplained["copy"] = 0
     if "rmsnorm" in cell["case"] and cell["backend"] == "torch":
         parts = [name for name in seen["names"] if name not in ("aten::addmm", "aten::copy_")]
         reasons.append(f"eager RMSNorm has no kernel of its own here; it runs as {', '.join(parts)}")
@@ -362,13 +447,33 @@ def explain(cell: dict[str, Any]) -> str | None:
     return "; ".join(reasons) if reasons and not any(unexplained.values()) else None
 
 
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces, template arguments and parameters, at most 60 characters."""
+    name = re.sub(r"^void |<.*|\(.*", "", name.replace("(anonymous namespace)::", ""))
+    name = name.rsplit("::", 1)[-1]
+    return name if len(name) <= 60 else name[:57] + "…"
+
+
+def _code(names: list[str]) -> str:
+    """Names in words, as code."""
+    return words([f"`{name}`" for name in names])
+
+
 def left_out(view: View) -> str:
     """What this device could not be asked, and ways without numbers."""
     lines = [f"- {text}" for text in view.record.environment["left_out"]]
     reasons: dict[str, set[str]] = {}
-    for cell in view.record.cells:
-        if cell["state"] in ("unavailable", "dropped"):
-            reasons.setdefault(cell["reason"], set()).add(cell["backend"])
+    for case, dtype in dict.fromkeys((c["case"], c["dtype"]) for c in view.record.cells):
+        cells = view.cells(case=case, dtype=dtype)
+        if len({c["reason"] for c in cells}) == 1 and cells[0]["state"] == "dropped":
+            lines.append(
+                f"- {case}, {dtype}: every way, plain eager among them, differs from the reference alike, so "
+                f"the check itself is at fault and no time is given ({cells[0]['reason']})"
+            )
+            continue
+        for cell in cells:
+            if cell["state"] in ("unavailable", "dropped"):
+                reasons.setdefault(cell["reason"], set()).add(cell["backend"])
     lines += [f"- {words(sorted(ways))}: {reason}" for reason, ways in reasons.items()]
     return "\n".join(lines) or "Everything was run."
 

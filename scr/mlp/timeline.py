@@ -15,7 +15,7 @@ COLOURS = {
     "pointwise": "#009E73",
     "reduction": "#CC79A7",
     "norm": "#E69F00",
-    "split-K sum": "#56B4E9",
+    "gemm helper": "#56B4E9",
     "copy": "#999933",
     "memcpy": "#777777",
     "memset": "#777777",

@@ -222,8 +222,8 @@ def kernel_kind(span: Span) -> str:
     if span.category != "kernel":
         return "memcpy" if span.category == "gpu_memcpy" else "memset"
     name = span.name.lower()
-    if "splitk" in name and "reduce" in name:
-        return "split-K sum"
+    if GEMM_HELPER.search(name):
+        return "gemm helper"
     if is_gemm(span.name):
         return "gemm"
     if name.startswith("triton_") or "geglu" in name:
@@ -232,6 +232,8 @@ def kernel_kind(span: Span) -> str:
         return "norm"
     if "reduce" in name:
         return "reduction"
+    if "multi_tensor_apply" in name and "copy" in name:
+        return "copy"
     if "elementwise" in name or "catarray" in name:
         return "copy" if "copy" in name or "catarray" in name else "pointwise"
     return "other"
@@ -242,9 +244,13 @@ GEMM_NAME = re.compile(
 )
 
 
+# What cuBLAS launches around a product: scaling the result first, adding split parts, adding the bias.
+GEMM_HELPER = re.compile(r"splitkreduce|split_k_kernel|scal_kernel|cublaslt::epilogue")
+
+
 def is_gemm(name: str) -> bool:
     """Whether a kernel name is a matrix product's: cuBLAS, CUTLASS, or the two-layer kernel of this study."""
-    return bool(GEMM_NAME.search(name))
+    return bool(GEMM_NAME.search(name)) and not GEMM_HELPER.search(name.lower())
 
 
 def operator_kind(span: Span) -> str | None:
