@@ -291,8 +291,11 @@ def test_other_cases_and_half_precision_have_sections():
     block = make_record(
         backends=("torch", "mlx-block"), batch_sizes=(1,), study="shapes", case="14×14×512 s1"
     )
-    result = report_text(joined(main, half, block))
-    assert re.search(r"1\.2\d \[1\.\d\d, 1\.\d\d\] faster", section(result, "Half precision"))
+    tf32 = make_record(backends=("torch",), batch_sizes=(1,), case="network, TF32", scale={"torch": 0.5})
+    result = report_text(joined(main, half, block, tf32))
+    line = next(line for line in section(result, "Other precisions").splitlines() if "TF32" in line)
+    assert re.search(r"2\.0\d \[.*\] faster \| `mlx-block`, × this: 5\.\d\d \[.*\] faster", line)
+    assert re.search(r"1\.2\d \[1\.\d\d, 1\.\d\d\] faster", section(result, "Other precisions"))
     assert "### 14×14×512 s1, float32" in section(result, "Other cases")
     assert "## Results, float16" in result
 

@@ -74,7 +74,7 @@ def text(
     """The report as Markdown. `links`: figure name -> path as seen from the report."""
     main = main_groups(found)
     first = main[0]
-    others = [group for group in found if group not in main]
+    others = [group for group in found if group not in main]  # TF32 among them
     parts = [head(record, source)]
 
     def add(title: str, body: str, *figures: str) -> None:
@@ -93,7 +93,7 @@ def text(
         body += [sections.results(group)]
         body += [sections.honest_baseline(group)] if sections.is_network(group) else []
         add(title, "\n\n".join(body), *(f"{name}{suffix}" for name in ("p50_bars", "speedup", "scaling")))
-    add("Half precision against float32", sections.precision(found))
+    add("Other precisions against float32", sections.precision(found))
     add("Other cases", sections.other_cases(others))
     add("How far to trust this", sections.reliability(first, again))
     add("Pauses against heat", pause_verdict(record, paused) if paused is not None else "")

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from harness import costs, ladder, machine, published, statistics
-from harness.analysis import MISSING_TERM_FROM, PEERS, PLAIN, RETURNS_EARLY, Group, groups, machine_name
+from harness.analysis import (
+    MISSING_TERM_FROM,
+    OWN_KERNELS,
+    PEERS,
+    PLAIN,
+    RETURNS_EARLY,
+    Group,
+    groups,
+    machine_name,
+)
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
@@ -55,6 +64,7 @@ def machine_table(record: Record) -> str:
     if commit:
         commit = f"`{commit[:12]}`" + (" with uncommitted changes in `scr/`" if facts.get("dirty") else "")
     tf32 = {name for c in record.cells if (name := c.get("tf32")) is not None}
+    modes = {cell["compile_mode"] for cell in record.cells if cell.get("compile_mode")}
     settings = record.settings
     asked = [f"{k.replace('_', ' ')} {settings[k]}" for k in ("trials", "warmup", "rounds") if k in settings]
     asked += [f"budget {settings['budget']:g} s per cell"] if "budget" in settings else []
@@ -77,6 +87,10 @@ def machine_table(record: Record) -> str:
             ),
         ),
         ("TF32", "on in some cases" if tf32 == {True, False} else "on" if tf32 == {True} else None),
+        (
+            "torch.compile mode",
+            words(sorted({c["compile_mode"] for c in record.cells if c.get("compile_mode")})),
+        ),
         ("threads per framework", facts.get("threads")),
         ("our kernels' tiles", tiles(record)),
         ("inputs", facts.get("inputs")),
@@ -268,7 +282,7 @@ def prediction(group: Group) -> str:
         "Floor = max(arithmetic, bytes) + launches × launch cost, from the ceilings measured in this "
         "run; a floor "
         "is what the hardware could do, not what is expected of a framework. “Of floor” is floor ÷ measured. "
-        "✓: the launches were also counted on MLX's graph. "
+        "✓: the launches were also counted. "
         f"{count(far, 'cell')} of {len(rows)} {_are(far)} above {MISSING_TERM_FROM:g}× the floor"
         + (f", {unexplained} of them unexplained." if unexplained else ".")
     )
@@ -546,15 +560,17 @@ def launches(group: Group) -> str:
         cells = [group.cell(backend, size) for size in group.batch_sizes]
         predicted = {(cell.get("cost") or {}).get("launches") for cell in cells} - {None}
         counted = {cell.get("launches_counted") for cell in cells} - {None}
+        how = {cell.get("launches_by") for cell in cells} - {None}
         if predicted or counted:
             rows.append(
                 {
                     "backend": backend,
                     "launches by the model": words(sorted(predicted)) if predicted else None,
                     "counted": words(sorted(counted)) if counted else "not counted",
+                    "how": words(sorted(how)) if counted and how else None,
                 }
             )
-    return markdown_table(rows)
+    return markdown_table(rows, left=["how"])
 
 
 def layer_shares(found: Sequence[Group]) -> str:
@@ -639,24 +655,31 @@ def other_cases(found: Sequence[Group]) -> str:
 
 
 def precision(found: Sequence[Group]) -> str:
-    """Half precision against float32, for every backend that ran both."""
-    full = next((g for g in found if is_network(g) and g.dtype == "float32"), None)
-    halves = [g for g in found if is_network(g) and g.dtype != "float32"]
-    if full is None or not halves:
+    """The network in other precisions (float16, TF32, …) against float32, and our best rung against those.
+
+    Other precisions are other cases: their rounds do not pair.
+    """
+    full = next((group for group in found if is_network(group) and group.dtype == "float32"), None)
+    others = [g for g in found if g.study == "mnist" and g is not full and g.case.startswith("network")]
+    if full is None or not others:
         return ""
     rows = []
-    for half in halves:
-        for size in half.batch_sizes:
-            for backend in half.backends:
-                ours, theirs = half.sample(backend, size), full.sample(backend, size)
-                if ours is None or theirs is None:
+    for other in others:
+        name = other.case.partition(", ")[2] or other.dtype
+        for size in other.batch_sizes:
+            best = full.fastest(size, OWN_KERNELS)
+            for backend in other.backends:
+                ours, theirs = other.sample(backend, size), full.sample(backend, size)
+                if ours is None:
                     continue
-                rows.append(
-                    {"batch": size, "backend": backend, f"{half.dtype} ms": _ms(ours.p50)}
-                    | {"float32 ms": _ms(theirs.p50)}
-                    | {"× float32": verdict_cell(speedup(ours, theirs, paired=False))}
-                )
-    return markdown_table(rows, left=["backend"])
+                row = {"batch": size, "backend": backend, "precision": name, "P50 ms": _ms(ours.p50)}
+                row["float32 ms"] = None if theirs is None else _ms(theirs.p50)
+                row["× its float32"] = theirs and verdict_cell(speedup(ours, theirs, paired=False))
+                if best and backend not in OWN_KERNELS:
+                    compared = speedup(full.sample(best, size), ours, paired=False)
+                    row["our best rung in float32"] = f"`{best}`, × this: {verdict_cell(compared)}"
+                rows.append(row)
+    return markdown_table(rows, left=["backend", "precision", "our best rung in float32"])
 
 
 def apple_prediction() -> str:
