@@ -87,10 +87,7 @@ def machine_table(record: Record) -> str:
             ),
         ),
         ("TF32", "on in some cases" if tf32 == {True, False} else "on" if tf32 == {True} else None),
-        (
-            "torch.compile mode",
-            words(sorted({c["compile_mode"] for c in record.cells if c.get("compile_mode")})),
-        ),
+        ("torch.compile mode", words(sorted(modes))),
         ("threads per framework", facts.get("threads")),
         ("our kernels' tiles", tiles(record)),
         ("inputs", facts.get("inputs")),

@@ -106,6 +106,8 @@ def limit_sentence(group: Group) -> str:
             f"at batch {size} `{best}` reaches {percent(100 * floor / median)} of its floor of "
             f"{milliseconds(floor)} ms, most of which is {max(terms, key=terms.get)}"
         )
+        if floor > 1.05 * median:
+            text += " (above 100 %: a ceiling was measured too low)"
         missing = group.missing_term(best, size)
         parts.append(text + (f" (missing: {missing})" if missing else ""))
     if not parts:
