@@ -4,7 +4,7 @@ Everything is computed from the record; nothing is measured here.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -132,9 +132,15 @@ class Study:
         return self.place["device"] != "cpu"
 
     def curve(self, work: Work, backend: str, kind: str) -> Curve:
-        """The curve of a work whose rows are there."""
+        """The curve of a work whose rows are there.
+
+        Batches too slow for the device's clock have their wall time in a curve of device times: they last
+        milliseconds, the call microseconds.
+        """
         group = self.groups[work.name, work.dtype, backend, kind]
-        by_batch = {int(batch): rows for batch, rows in group.groupby("batch_size")}
+        whole = self.groups[work.name, work.dtype, backend, "latency"]
+        by_batch = {int(batch): rows for batch, rows in whole.groupby("batch_size")}
+        by_batch |= {int(batch): rows for batch, rows in group.groupby("batch_size")}
         batches = sorted(by_batch)
         return Curve(
             work=work,
@@ -193,6 +199,43 @@ class Study:
         bandwidth = curve.limits.bandwidth_at(curve.work.bytes(batch))
         return ridge_batch(curve.limits.flop_rate, bandwidth, BYTES[curve.work.dtype])
 
+    @cached_property
+    def rows_paid(self) -> dict[str, tuple[float, int]]:
+        """The term that the model lacks, per dtype: (rows, width at which they were measured).
+
+        A product of a few rows and a weight matrix may take as long as one of many, because the routine works
+        in tiles of rows, or copies the weights into another order first. At the widest MLP, where launches
+        count for nothing, it is measured as the rows whose arithmetic at the full rate lasts as long as the
+        batches from 2 up to the ridge (median).
+        """
+        found = {}
+        for dtype in {work.dtype for work in self.works}:
+            curves = [c for c in self.best("mlp") if c.work.dtype == dtype and c.predictions]
+            curves = [c for c in curves if c.predictions[0].bound == "memory"]
+            for curve in sorted(curves, key=lambda c: c.work.sizes["width"]):
+                per_row = curve.work.flops(1) / curve.limits.flop_rate
+                ridge = self.ridge(curve)
+                rows = [
+                    seconds / per_row
+                    for batch, seconds in zip(curve.batches, curve.seconds, strict=True)
+                    if 2 <= batch <= ridge
+                ]
+                if len(rows) >= 2:
+                    found[dtype] = (float(np.median(rows)), curve.work.sizes["width"])
+        return found
+
+    def corrected_knee(self, curve: Curve) -> Knee | None:
+        """The predicted knee if every product of two rows or more pays for `rows_paid`; None without it."""
+        if curve.work.dtype not in self.rows_paid or not curve.predictions or len(curve.batches) < 4:
+            return None
+        rows, _ = self.rows_paid[curve.work.dtype]
+        seconds = []
+        for batch in curve.batches:
+            factor = max(1.0, rows / batch) if batch > 1 else 1.0
+            layers = [replace(layer, flops=layer.flops * factor) for layer in curve.work.layers(batch)]
+            seconds.append(predict(layers, curve.limits).total_s)
+        return fit(curve.batches, seconds)
+
     def median(self, case: str, dtype: str, backend: str, kind: str, batch: int) -> float | None:
         """Median seconds of one cell, None where it has no rows."""
         group = self.groups.get((case, dtype, backend, kind))
@@ -206,13 +249,14 @@ def bandwidths(ceilings: list[dict[str, Any]], device: str) -> tuple[tuple[float
     A small copy on a GPU is paced by its launches, and a cache is no slower than what lies behind it: so a
     size gets the best rate seen at it or at any larger one.
     """
-    found = sorted(
-        (entry["bytes"], entry["value"] * 1e9)
-        for entry in ceilings
-        if entry["name"] == "copy" and entry.get("value") and entry["target"] == device
-    )
-    best = np.maximum.accumulate([rate for _, rate in reversed(found)])[::-1]
-    return tuple((float(size), float(rate)) for (size, _), rate in zip(found, best, strict=True))
+    found: dict[float, float] = {}
+    for entry in ceilings:
+        if entry["name"] == "copy" and entry.get("value") and entry["target"] == device:
+            size = float(entry["bytes"])
+            found[size] = max(found.get(size, 0.0), entry["value"] * 1e9)
+    sizes = sorted(found)
+    best = np.maximum.accumulate([found[size] for size in reversed(sizes)])[::-1]
+    return tuple((size, float(rate)) for size, rate in zip(sizes, best, strict=True))
 
 
 def flop_rate(ceilings: list[dict[str, Any]], device: str, dtype: str) -> float | None:

@@ -21,6 +21,8 @@ from harness.worker import Backend
 
 CHECKED = 2  # items of a batch whose outputs are compared with the reference
 IN_FLIGHT = 4  # forwards timed together by the device's clock, so that gaps between them count little
+COPIES = 20  # per graph, to measure bandwidth
+GRAPH_SETS = tuple(2**n for n in range(20, 31))  # working sets of 1 MB to 1 GB
 POOL = 1_048_573  # a prime: rows and layers of any power of two start at different places in the pool
 
 
@@ -381,6 +383,37 @@ class Reference(Backend):
     def result(self) -> np.ndarray:
         """float64."""
         return self.answer[: self.count]
+
+
+def graph_copies() -> list[dict[str, Any]]:
+    """Copy bandwidth per working set without the launches, which pace small copies on a GPU: in a CUDA graph.
+
+    Entries as those of harness.ceilings; GB/s, bytes read and written, from the difference of two graphs.
+    """
+    entries = []
+    for nbytes in GRAPH_SETS:
+        a, b = (torch.zeros(nbytes // 8, device="cuda") for _ in range(2))
+        rates = []
+        seconds = {}
+        graphs = {}
+        for count in (COPIES, 2 * COPIES):
+            graphs[count] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[count]):
+                for i in range(count):
+                    (b.copy_(a) if i % 2 == 0 else a.copy_(b))
+        for _ in range(8):
+            for count, graph in graphs.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                seconds[count] = start.elapsed_time(end) / 1e3
+            rates.append(COPIES * nbytes / 1e9 / max(seconds[2 * COPIES] - seconds[COPIES], 1e-9))
+        label = {"name": "copy", "unit": "GB/s", "framework": "torch", "target": "cuda", "bytes": nbytes}
+        value = float(np.median(rates[1:]))  # the first replay uploads the graph
+        entries.append(label | {"source": "CUDA graph", "value": value, "best": max(rates[1:]), "samples": 7})
+    return entries
 
 
 def device_facts(device: str) -> dict[str, Any]:

@@ -122,9 +122,11 @@ def clock_note(study: Study) -> str:
     """Which clock the tables use."""
     if any(curve.kind == "device" for curve in study.curves):
         return (
-            "Unless a table says otherwise, times are device times of a replayed CUDA graph, "
-            "forwards one behind the other; wall times with a synchronise per forward are in the record too. "
-            "TF32 is off: fp32 means fp32."
+            "Unless a table says otherwise, times are device times of a replayed CUDA graph, forwards one "
+            "behind "
+            "the other (of batches that last long, wall times); wall times with a synchronise per forward "
+            "are in "
+            "the record too. TF32 is off: fp32 means fp32."
         )
     return "Times are wall times, each forward waited for."
 
@@ -221,29 +223,61 @@ def formula_answer(study: Study) -> str:
         sentence += (
             f" Where it fails, the flat piece lasts {ratio(flat)} times as long as predicted (median) and "
             f"the "
-            f"rising one {ratio(rise)} times: {missing_term(far, flat, rise)}."
+            f"rising one {ratio(rise)} times. {missing_term(study, curves, flat, rise)}"
         )
     return sentence
 
 
-def missing_term(curves: Sequence[Curve], flat: float, rise: float) -> str:
-    """What the measured factors mean, in words."""
+def missing_term(study: Study, curves: Sequence[Curve], flat: float, rise: float) -> str:
+    """The term that the model lacks, measured at one width and tried at the others."""
     if max(flat, 1 / flat) < max(rise, 1 / rise):
-        return f"the missing term is arithmetic, at {percent(100 / rise)} of the rate of a large product"
-    bounds = [curve.predictions[0].bound for curve in curves]
-    if bounds.count("memory") > len(bounds) / 2:
-        said = f"the missing term is in reading the weights, at {percent(100 / flat)} of the copy bandwidth"
-    else:
-        said = f"the missing term is in the launches, {ratio(flat)} times those of layers of width 16"
-    jumps = [curve.at(2) / curve.at(1) for curve in curves if curve.at(1) and curve.at(2)]
-    jump = float(np.median(jumps)) if jumps else 1.0
-    if jump > FREE:
-        said += (
-            f"; batch 2 already takes {ratio(jump)} times as long as batch 1 (median), because a product of "
-            f"two "
-            "matrices goes another way than one of a matrix and a vector"
+        return f"The missing term is arithmetic, at {percent(100 / rise)} of the rate of a large product."
+    said = []
+    for dtype, (rows, width) in sorted(study.rows_paid.items()):
+        others = [c for c in curves if c.work.dtype == dtype and c.work.sizes["width"] != width]
+        ratios = [r for curve in others if (r := corrected_ratio(study, curve)) is not None]
+        if not ratios:
+            continue
+        close = sum(1 / AGREE <= r <= AGREE for r in ratios)
+        said.append(
+            f"in {dtype} one of 2 rows or more lasts as long as {rows:.0f} rows at the full rate (measured "
+            f"at "
+            f"width {width:,}), and with that term {close} of {len(ratios)} knees of the other widths lie "
+            f"within "
+            f"a factor {AGREE:g} (measured over predicted {ratio(min(ratios))} to {ratio(max(ratios))})"
         )
-    return said
+    narrow = [
+        c for c in curves if c.predictions[0].bound == "launch" and not 1 / AGREE <= c.agreement <= AGREE
+    ]
+    times = [flat_per_layer(curve) for curve in narrow]
+    shortest = (
+        f" Where launches bound the model, a layer lasts {significant(min(times))} to "
+        f"{significant(max(times))} µs "
+        f"instead of {significant(1e6 * narrow[0].limits.launch_s, 2)} µs per launch: a product has a "
+        f"shortest "
+        "duration of its own."
+        if narrow
+        else ""
+    )
+    if not said:
+        return (
+            "The missing term is in the flat piece; no wide MLP was measured that would tell its cause."
+            + shortest
+        )
+    return f"The missing term is the price of a small product: {'; '.join(said)}.{shortest}"
+
+
+def corrected_ratio(study: Study, curve: Curve) -> float | None:
+    """Measured knee over the one predicted with the missing term; None unless there are both."""
+    corrected = study.corrected_knee(curve)
+    if corrected is None or corrected.state != "knee" or curve.knee.state != "knee":
+        return None
+    return curve.knee.batch / corrected.batch
+
+
+def within(value: float | None) -> str | None:
+    """Whether a ratio lies within AGREE."""
+    return None if value is None else "yes" if 1 / AGREE <= value <= AGREE else "**no**"
 
 
 def bought(study: Study) -> str:
@@ -323,7 +357,7 @@ def model(study: Study) -> str:
 
 def width_sweep(study: Study) -> str:
     """Ridge batches by the formulas, knees of the model and of the measurement, and what is missing."""
-    rows = []
+    formulas, terms = [], []
     cache = study.place.get("cache_bytes")
     for curve in study.best("mlp"):
         if not curve.predictions:
@@ -336,10 +370,10 @@ def width_sweep(study: Study) -> str:
         )
         first = curve.predictions[0]
         factors = missing(curve)
-        rows.append(
-            {
-                "width": width,
-                "dtype": curve.work.dtype,
+        label = {"width": width, "dtype": curve.work.dtype}
+        formulas.append(
+            label
+            | {
                 "weights": quantity(sum(layer.weight_bytes for layer in curve.work.layers(1)), "B"),
                 "in cache": None if not cache else "yes" if first.working_set < cache else "no",
                 "GB/s": significant(first.bandwidth / 1e9),
@@ -349,28 +383,73 @@ def width_sweep(study: Study) -> str:
                 "knee of the model": knee_text(curve.predicted_knee),
                 f"measured [{INTERVAL} %]": knee_text(curve.knee),
                 "measured ÷ model": ratio(curve.agreement),
-                f"within {AGREE:g}": None
-                if curve.agreement is None
-                else "yes"
-                if 1 / AGREE <= curve.agreement <= AGREE
-                else "**no**",
-                "flat piece": f"{ratio(factors.flat)}×" if factors else None,
-                "rising piece": f"{ratio(factors.rise)}×" if factors else None,
-                "batch 2 ÷ 1": ratio(curve.at(2) / curve.at(1)) if curve.at(1) and curve.at(2) else None,
-                "FLOP rate reached": percent(100 * rate_reached(curve)),
+                f"within {AGREE:g}": within(curve.agreement),
             }
         )
-    if not rows:
+        corrected = corrected_ratio(study, curve)
+        terms.append(
+            label
+            | {
+                "flat piece": f"{ratio(factors.flat)}×" if factors else None,
+                "of it per layer, µs": significant(flat_per_layer(curve)),
+                "a launch, µs": significant(1e6 * curve.limits.launch_s, 2),
+                "rising piece": f"{ratio(factors.rise)}×" if factors else None,
+                "batch 2 ÷ 1": ratio(curve.at(2) / curve.at(1)) if curve.at(1) and curve.at(2) else None,
+                "best FLOP rate": percent(100 * rate_reached(curve)),
+                "knee with the term": knee_text(study.corrected_knee(curve)),
+                "measured ÷ that": ratio(corrected),
+                f"within {AGREE:g}": within(corrected),
+            }
+        )
+    if not formulas:
         return "Not measured in this run, or the machine's limits were not."
     note = (
         "The knee of the model is read off the predicted curve by the same fit, at the same batches, as the "
-        "measured one. Flat and rising piece are measured over predicted latency of the two pieces of the "
-        "fit; "
-        "measured over predicted knee is the first divided by the second, so they say where the model's "
-        "time is "
-        "missing. The FLOP rate reached is that of the fastest batch, relative to a large product."
+        "measured one."
     )
-    return f"{markdown_table(rows, left=['dtype', 'in cache'])}\n\n{note}"
+    paid = "; ".join(
+        f"{rows:.0f} rows in {dtype}, at width {width:,}"
+        for dtype, (rows, width) in sorted(study.rows_paid.items())
+    )
+    second = (
+        "What the model lacks. Flat and rising piece are measured over predicted latency of the two pieces "
+        "of "
+        "the fit; measured over predicted knee is the first divided by the second. The best FLOP rate is "
+        "that "
+        "of the fastest batch, relative to a large product. The term: every product of two rows or more "
+        "lasts "
+        "at least as long as one of so many rows at the full rate, because the routine works in tiles of "
+        "rows "
+        "or reorders the weights first. It is the median over the batches from 2 to B* of the widest MLP"
+        + (f" ({paid})" if paid else "")
+        + "; at the other widths it is a prediction. A single row is spared it: a matrix and a vector are "
+        "multiplied by another routine."
+    )
+    parts = [markdown_table(formulas, left=["dtype", "in cache"]), note, second]
+    return "\n\n".join([*parts, markdown_table(terms, left=["dtype"]), farthest(study)])
+
+
+def flat_per_layer(curve: Curve) -> float | None:
+    """Microseconds of the flat piece per linear layer, the call taken off; None without a knee."""
+    if curve.knee is None or curve.knee.state == "before":
+        return None
+    return 1e6 * (curve.knee.flat - curve.limits.call_s) / curve.work.sizes["depth"]
+
+
+def farthest(study: Study) -> str:
+    """The MLP cell that lies farthest above the model."""
+    cells = [
+        (float(seconds / prediction.total_s), curve, batch)
+        for curve in study.best("mlp")
+        for batch, seconds, prediction in zip(curve.batches, curve.seconds, curve.predictions, strict=False)
+    ]
+    if not cells:
+        return ""
+    excess, curve, batch = max(cells, key=lambda cell: cell[0])
+    return (
+        f"Farthest above the model lies {curve.work.name} ({curve.work.dtype}) at batch {batch}: "
+        f"{ratio(excess)} times its time."
+    )
 
 
 def rate_reached(curve: Curve) -> float:

@@ -54,13 +54,18 @@ def measure(settings: Settings, network_record: Path) -> Record:
         "works": {work.name + " " + work.dtype: work.describe() for work in works},
         "network": network_medians(network_record),
     }
-    probes = [
-        Probe("torch", "harness.ceilings:torch_ceilings", {"device": place["device"], "threads": threads})
-    ]
-    record = run_study(cases, settings, environment, probes)
+    record = run_study(cases, settings, environment, probes(place["device"], threads))
     # Inputs are made in the worker and stay there, so this study has no transfers.
     record.rows = record.rows[record.rows["kind"] != "transfer"].reset_index(drop=True)
     return record
+
+
+def probes(device: str, threads: int) -> list[Probe]:
+    """The machine's limits on the device, as every study measures them; on CUDA also copies in a graph."""
+    found = [Probe("torch", "harness.ceilings:torch_ceilings", {"device": device, "threads": threads})]
+    if device == "cuda":
+        found.append(Probe("torch", "batch.networks:graph_copies"))
+    return found
 
 
 def find_device(device: str) -> dict[str, Any]:
