@@ -14,14 +14,14 @@ from harness.cli import Fault
 from harness.ladder import crossovers, steps
 from harness.paths import ROOT
 from harness.record import load, save
-from harness.report import build, text
+from harness.report import Companions, build, text
 from harness.tables import markdown_table, percent, ratio, significant
 from synthetic_record import expected_ms, make_gpu_record, make_record, unavailable_cells
 
 
-def report_text(record, again=None, paused=None):
+def report_text(record, **companions):
     """The Markdown without drawing anything."""
-    return text(record, groups(record), {}, "per_trial.npz", again, paused)
+    return text(record, groups(record), {}, "per_trial.npz", Companions(**companions))
 
 
 def section(markdown, title):
@@ -320,11 +320,11 @@ def test_published_figures_are_the_articles():
 def test_rates_of_false_verdicts_are_quoted(record):
     pair = {"backends": ("torch", "torch-again"), "batch_sizes": (1, 16)}
     quiet = make_record(**pair, seed=3)
-    body = section(report_text(record, again=quiet), "How far")
+    body = sections.reliability(record, quiet)
     assert "97.6 % on average" in body and "in 0 of 2 comparisons (0 %)" in body
     loud = make_record(**pair, seed=3, scale={"torch-again": 1.2})
-    assert "in 2 of 2 comparisons (100 %)" in section(report_text(record, again=loud), "How far")
-    assert "`make aa`" in section(report_text(record), "How far")
+    assert "in 2 of 2 comparisons (100 %)" in sections.reliability(record, loud)
+    assert "`make aa`" in sections.reliability(record)
 
 
 def test_a_gpus_report_is_named_after_it_and_has_its_clock_and_energy():
@@ -342,6 +342,36 @@ def test_a_gpus_report_is_named_after_it_and_has_its_clock_and_energy():
         r"\| 1 \| mlx-block \|.*launching and waiting: 0\.0\d+ ms beyond device time", prediction
     )
     assert re.search(r"\| 128 \| mlx \| [\d.]+ \| 93 ✓ .*device time alone is 1\.2", prediction)
+
+
+def test_companions_are_found_where_tagged_runs_lie(tmp_path):
+    for name in ("aa", "second"):
+        save(make_record(backends=("torch",), batch_sizes=(1,)), tmp_path / "output" / name / "per_trial.npz")
+    save(
+        make_record(backends=("torch",), batch_sizes=(1,)),
+        tmp_path / "output" / "m1-paused" / "per_trial.npz",
+    )
+    found = Companions.find(tmp_path / "output")
+    assert found.aa and found.second and not found.paused
+    tagged = Companions.find(tmp_path / "output" / "m1")
+    assert tagged.paused and not tagged.aa
+
+
+def test_a_second_run_is_held_against_the_first():
+    pair = {"backends": ("torch", "mlx"), "batch_sizes": (1, 16)}
+    body = section(report_text(make_record(**pair), second=make_record(**pair, seed=4)), "How far")
+    assert "A second run of 2 pairs of backends on Example CPU contradicts 0 verdicts" in body
+    other = make_record(**pair, seed=4, scale={"mlx": 0.01})
+    body = section(report_text(make_record(**pair), second=other), "How far")
+    assert "contradicts 2 verdicts" in body and "- network, float32, batch 1: mlx against torch" in body
+
+
+def test_a_paused_run_is_held_against_a_continuous_one(markdown):
+    pair = {"backends": ("torch", "mlx"), "batch_sizes": (1, 16)}
+    paused = make_record(**pair, seed=8, pause=2.0)
+    body = section(report_text(make_record(**pair), paused=paused), "Pauses against heat")
+    assert "pause of 2 s" in body
+    assert "## Pauses" not in markdown
 
 
 def test_a_record_without_what_is_required_is_refused(record):

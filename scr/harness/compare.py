@@ -106,8 +106,7 @@ def comparison_text(paths: list[Path], records: list[Record], fail_percent: floa
         )
         parts.append(
             "Ratio > 1: the later file is faster. The interval holds the scatter within each run; what "
-            "differs "
-            "from start to start of a process (memory layout, clock, neighbours) comes on top."
+            "differs from start to start of a process (memory layout, clock, neighbours) comes on top."
         )
         parts.append(_disagreements(first, record))
         lost = lost_cells(first, record)
@@ -191,13 +190,11 @@ def pause_verdict(continuous: Record, paused: Record) -> str:
     else:
         verdict = "Whether throttling explains the noise stays open here."
     return (
-        f"The article explains its noise by throttling. With a pause of {seconds:g} s before each burst the "
-        f"coefficient of variation is {ratio(median)} times that of the continuous run (median over "
+        f"The article explains its noise by throttling. With a pause of {seconds:g} s before each burst "
+        f"the coefficient of variation is {ratio(median)} times that of the continuous run (median over "
         f"{count(len(pairs), 'cell')}): {quieter} quieter by a fifth or more, {louder} noisier by a "
-        "quarter or "
-        f"more. P50 with pauses is faster in {faster} and slower in {slower} of them; {hot_drift} cells "
-        "drifted "
-        f"without pauses, {cool_drift} with. {verdict}"
+        f"quarter or more. P50 with pauses is faster in {faster} and slower in {slower} of them; "
+        f"{hot_drift} cells drifted without pauses, {cool_drift} with. {verdict}"
     )
 
 

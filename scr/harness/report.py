@@ -5,13 +5,13 @@
     build(record, OUTPUT / "plots", CONCLUSIONS / "benchmark_result.md")
 
 Knows neither PyTorch nor MLX: a record from any machine can be read on any other. The same record gives the
-same Markdown everywhere, and within one environment the same PNGs, byte for byte. Two more records are taken
-into account where they lie in the folder above `plots_dir`: aa.npz (the same backends under two names) and
-paused.npz (the same run with pauses between bursts).
+same Markdown everywhere, and within one environment the same PNGs, byte for byte. Further records of the same
+machine are taken into account where they are stored; see `Companions`.
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from harness import plots, published, sections
@@ -22,8 +22,34 @@ from harness.paths import write_atomic
 from harness.record import Record, load
 from harness.verdicts import five_sentences
 
-AGAIN = "aa.npz"
-PAUSED = "paused.npz"
+
+@dataclass(frozen=True)
+class Companions:
+    """Further runs that a report quotes, beside the run it is about.
+
+    A run in output/ is accompanied by output/aa, output/paused and output/second, that of output/TAG by
+    output/TAG-aa and so on: what `benchmark.py --tag` writes. aa.npz beside per_trial.npz will also do.
+    """
+
+    aa: Record | None = None  # the same backends under two names (--again)
+    paused: Record | None = None  # with pauses between bursts (--pause)
+    second: Record | None = None  # the same once more
+
+    @classmethod
+    def find(cls, output: Path) -> "Companions":
+        """The companions of the run in the folder `output`."""
+        found = {}
+        for field in fields(cls):
+            places = [
+                output / f"{field.name}.npz",
+                output / field.name / "per_trial.npz",
+                output.with_name(f"{output.name}-{field.name}") / "per_trial.npz",
+            ]
+            found[field.name] = next((load(path) for path in places if path.is_file()), None)
+        return cls(**found)
+
+
+NOBODY = Companions()
 
 
 def build(record: Record, plots_dir: Path, markdown_path: Path) -> None:
@@ -33,11 +59,10 @@ def build(record: Record, plots_dir: Path, markdown_path: Path) -> None:
     """
     check_record(record)
     found = groups(record)
-    again, paused = (_beside(plots_dir, name) for name in (AGAIN, PAUSED))
     images = draw_all(main_groups(found), plots_dir)
     links = {name: os.path.relpath(path, markdown_path.parent) for name, path in images.items()}
     source = os.path.relpath(plots_dir.parent / "per_trial.npz", markdown_path.parent)
-    write_atomic(markdown_path, text(record, found, links, source, again, paused))
+    write_atomic(markdown_path, text(record, found, links, source, Companions.find(plots_dir.parent)))
 
 
 def main_groups(found: list[Group]) -> list[Group]:
@@ -68,8 +93,7 @@ def text(
     found: list[Group],
     links: dict[str, str],
     source: str,
-    again: Record | None = None,
-    paused: Record | None = None,
+    companions: Companions = NOBODY,
 ) -> str:
     """The report as Markdown. `links`: figure name -> path as seen from the report."""
     main = main_groups(found)
@@ -95,8 +119,9 @@ def text(
         add(title, "\n\n".join(body), *(f"{name}{suffix}" for name in ("p50_bars", "speedup", "scaling")))
     add("Other precisions against float32", sections.precision(found))
     add("Other cases", sections.other_cases(others))
-    add("How far to trust this", sections.reliability(first, again))
-    add("Pauses against heat", pause_verdict(record, paused) if paused is not None else "")
+    add("How far to trust this", sections.reliability(record, companions.aa, companions.second))
+    if companions.paused is not None:
+        add("Pauses against heat", pause_verdict(record, companions.paused))
     _add_ladder(add, first, found)
     prediction = sections.prediction(first)
     add("Prediction and measurement", prediction, "roofline")
@@ -119,11 +144,9 @@ def head(record: Record, source: str) -> str:
     on = name if name == chip else f"{name}, in a machine with {chip}"
     state = "" if record.environment.get("complete", True) else " The run was interrupted."
     return (
-        f"# Benchmark result: {name}\n\n"
-        f"Every number below was measured on **{on}** in one run, and is computed from [{Path(source).name}]"
-        f"({source}) by `python scr/report.py`, except where it is marked as *published* (the article's, "
-        "on an "
-        f"{published.MACHINE}) or as a *prediction*.{state}"
+        f"# Benchmark result: {name}\n\nEvery number below was measured on **{on}** in one run, and is "
+        f"computed from [{Path(source).name}]({source}) by `python scr/report.py`, except where it is "
+        f"marked as *published* (the article's, on an {published.MACHINE}) or as a *prediction*.{state}"
     )
 
 
@@ -150,9 +173,3 @@ def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> N
 def _paragraphs(*texts: str) -> str:
     """The texts that are not empty, apart."""
     return "\n\n".join(text for text in texts if text)
-
-
-def _beside(plots_dir: Path, name: str) -> Record | None:
-    """A further record beside the plots' folder, if it is there."""
-    path = plots_dir.parent / name
-    return load(path) if path.is_file() else None

@@ -19,6 +19,7 @@ from harness.analysis import (
     groups,
     machine_name,
 )
+from harness.compare import contradictions
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
@@ -207,19 +208,16 @@ def results_note(group: Group) -> str:
     sentences = [
         f"P95 needs {P95_FROM} trials. ⚠ marks a coefficient of variation above {NOISY_CV_PERCENT:.0f} %. "
         "A column “× name” says how many times faster a backend is than that one: the ratio of medians "
-        "with its "
-        "95 % interval and a verdict; *faster* and *slower* need the whole interval outside ±2 %, "
-        "*equivalent* "
-        "inside, anything else is *undecided*. Scaling efficiency is throughput ÷ (batch × throughput at the "
-        "smallest batch): 100 % if a larger batch cost no more time.",
+        "with its 95 % interval and a verdict; *faster* and *slower* need the whole interval outside ±2 "
+        "%, *equivalent* inside, anything else is *undecided*. Scaling efficiency is throughput ÷ (batch "
+        "× throughput at the smallest batch): 100 % if a larger batch cost no more time.",
     ]
     if flops:
         article = costs.article_flops()["total"]
         sentences.append(
-            f"One image costs {flops} (convolutions and linear layer, 2 per multiply-accumulate; the article "
-            f"counts {quantity(article, 'FLOP')} with BatchNorm, ReLU and additions); every rate uses "
-            "this one "
-            "count."
+            f"One image costs {flops} (convolutions and linear layer, 2 per multiply-accumulate; the "
+            f"article counts {quantity(article, 'FLOP')} with BatchNorm, ReLU and additions); every rate "
+            "uses this one count."
         )
     return " ".join(sentences)
 
@@ -228,9 +226,8 @@ def honest_baseline(group: Group) -> str:
     """What must be said in every report about baselines, and what the free steps gave here."""
     text = (
         "BatchNorm folding and `mx.compile` cost no custom kernel. The honest baseline for a custom "
-        "kernel is "
-        "therefore the network **folded and compiled** (`mlx-folded`), not only the network as written "
-        "(`mlx`)."
+        "kernel is therefore the network **folded and compiled** (`mlx-folded`), not only the network as "
+        "written (`mlx`)."
     )
     if not {"mlx", "mlx-folded"} <= set(group.backends):
         return text + " This run did not measure both, so it cannot say what those two give."
@@ -276,18 +273,16 @@ def prediction(group: Group) -> str:
         return ""
     table = markdown_table(rows, left=["backend", f"missing term (from {MISSING_TERM_FROM:g}×)"])
     text = (
-        "Floor = max(arithmetic, bytes) + launches × launch cost, from the ceilings measured in this "
-        "run; a floor "
-        "is what the hardware could do, not what is expected of a framework. “Of floor” is floor ÷ measured. "
-        "✓: the launches were also counted. "
-        f"{count(far, 'cell')} of {len(rows)} {_are(far)} above {MISSING_TERM_FROM:g}× the floor"
+        "Floor = max(arithmetic, bytes) + launches × launch cost, from the ceilings measured in this run; "
+        "a floor is what the hardware could do, not what is expected of a framework. “Of floor” is floor "
+        f"÷ measured. ✓: the launches were also counted. {count(far, 'cell')} of {len(rows)} {_are(far)} "
+        f"above {MISSING_TERM_FROM:g}× the floor"
         + (f", {unexplained} of them unexplained." if unexplained else ".")
     )
     if beyond:
         text += (
-            f" Faster than its floor: {_some(beyond)}; there a measured ceiling is below what the "
-            "machine can do "
-            "(larger caches, more threads)."
+            f" Faster than its floor: {_some(beyond)}; there a measured ceiling is below what the machine "
+            "can do (larger caches, more threads)."
         )
     return f"{text}\n\n{table}"
 
@@ -476,8 +471,8 @@ def correctness(record: Record) -> str:
     failed = sum(bool(row["failed"]) for row in rows.values())
     text = (
         "The output of the warm-up and the output of the last timed forward of every cell, against one "
-        "float64 "
-        "reference on the CPU; the error is the largest one, relative to the largest reference value. "
+        "float64 reference on the CPU; the error is the largest one, relative to the largest reference "
+        "value. "
     )
     text += f"{count(failed, 'backend')} failed." if failed else "All passed."
     return f"{text}\n\n{table}"
@@ -509,12 +504,10 @@ def ladder_steps(group: Group) -> str:
     return (
         text
         + markdown_table(rows, left=["step", "this step"])
-        + "\n\nThe last five columns split the saving, in ms: what the cost model says the rungs differ by "
-        "in launches, bytes and arithmetic, what Python's own time (measured) differs by, and the rest: "
-        "kernels "
-        "that run nearer to the machine's limits, or farther from them. Bytes and arithmetic overlap in "
-        "time, "
-        "so the parts are bounds, not a sum that must come out."
+        + "\n\nThe last five columns split the saving, in ms: what the cost model says the rungs differ "
+        "by in launches, bytes and arithmetic, what Python's own time (measured) differs by, and the "
+        "rest: kernels that run nearer to the machine's limits, or farther from them. Bytes and "
+        "arithmetic overlap in time, so the parts are bounds, not a sum that must come out."
     )
 
 
@@ -700,21 +693,18 @@ def apple_prediction() -> str:
             (near if 1 / 1.25 <= off <= 1.25 else far).append((rung, size, off))
     text = (
         "**A prediction, not a measurement**: max(arithmetic, bytes) from datasheet figures (±10 %) plus "
-        f"{1e3 * published.LAUNCH_MS:.0f} µs per launch, which is what the published M1 figures at batch "
-        "1 come "
-        "to per launch. Newer chips, systems and versions of MLX may launch faster; then the small "
-        "batches are "
-        "overestimated. ms per forward, float32; column: rung, batch."
+        f"{1e3 * published.LAUNCH_MS:.0f} µs per launch, which is what the published M1 figures at batch 1 "
+        "come to per launch. Newer chips, systems and versions of MLX may launch faster; then the small "
+        "batches are overestimated. ms per forward, float32; column: rung, batch."
     )
     if near:
         text += f" Within 25 % of the published figure: {_some([f'{r} at batch {n}' for r, n, _ in near])}."
     if far:
         low, high = min(o for *_, o in far), max(o for *_, o in far)
         text += (
-            f" In the other {len(far)} published cells the M1 took {span(low, high)} times the "
-            "prediction: its "
-            "kernels were far from the chip's limits, so part of the published gain of fusion is over a slow "
-            "path, which a current MLX may not take."
+            f" In the other {len(far)} published cells the M1 took {span(low, high)} times the prediction: "
+            "its kernels were far from the chip's limits, so part of the published gain of fusion is over "
+            "a slow path, which a current MLX may not take."
         )
     return f"{text}\n\n{markdown_table(rows)}"
 
@@ -728,29 +718,36 @@ def predict_apple(chip: str, rung: str, batch_size: int, dtype: str = "float32")
     return max(arithmetic_ms, bytes_ms) + len(costs.launches(rung)) * published.LAUNCH_MS
 
 
-def reliability(group: Group, again: Record | None) -> str:
-    """How far verdicts can be trusted: synthetic calibration, the real false-positive rate, round counts."""
+def reliability(record: Record, again: Record | None = None, second: Record | None = None) -> str:
+    """How far verdicts can be trusted: on synthetic latencies, on equal backends, and in a second run."""
     known = statistics.CALIBRATION
-    text = (
+    texts = [
         "Intervals come from a bootstrap over rounds (95 %, seeded); the method is in "
         "`scr/harness/statistics.py`. On synthetic latencies with known ratio (normal, heavy-tailed, "
-        "drifting, "
-        f"bimodal; 10 to 200 trials) they hold the true ratio in {known['least_coverage_percent']:.1f} % "
-        "of the "
-        f"repeats or more, {known['mean_coverage_percent']:.1f} % on average; equal backends are called "
-        "faster "
-        f"or slower in {known['most_false_percent']:.1f} % or fewer, {known['mean_false_percent']:.1f} % on "
-        "average (`tests/test_statistics.py` repeats this)."
-    )
+        "drifting, bimodal; 10 to 200 trials) they hold the true ratio in "
+        f"{known['least_coverage_percent']:.1f} % of the repeats or more, "
+        f"{known['mean_coverage_percent']:.1f} % on average; equal backends are called faster or slower in "
+        f"{known['most_false_percent']:.1f} % or fewer, {known['mean_false_percent']:.1f} % on average "
+        "(`tests/test_statistics.py` repeats this)."
+    ]
     rate = false_positives(again) if again is not None else None
     if rate is None:
-        return text + " No run of the same backends under two names (`make aa`) is stored beside this one."
-    wrong, pairs, worst = rate
-    text += (
-        f" For real, on {machine_name(again)}: the same backend under two names was called faster or "
-        f"slower in {wrong} of {count(pairs, 'comparison')} ({percent(100 * wrong / pairs)})"
-    )
-    return text + (f", the largest ratio being {interval(worst)}." if worst and wrong else ".")
+        texts.append("No run of the same backends under two names (`make aa`) is stored beside this one.")
+    else:
+        wrong, pairs, worst = rate
+        text = (
+            f"For real, on {machine_name(again)}: the same backend under two names was called faster or "
+            f"slower in {wrong} of {count(pairs, 'comparison')} ({percent(100 * wrong / pairs)})"
+        )
+        texts.append(text + (f", the largest ratio being {interval(worst)}." if wrong else "."))
+    if second is not None:
+        found, asked = contradictions(record, second)
+        text = (
+            f"A second run of {count(asked, 'pair')} of backends on {machine_name(second)} contradicts "
+            f"{count(len(found), 'verdict')} of this one"
+        )
+        texts.append(text + (":\n\n" + "\n".join(f"- {one}" for one in found) if found else "."))
+    return "\n\n".join(texts)
 
 
 def base_name(backend: str) -> str:
