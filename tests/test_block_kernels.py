@@ -3,6 +3,8 @@
 The texts themselves are checked, on every target, by tests/kernels.
 """
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -100,6 +102,28 @@ def test_a_plan_on_the_host_refuses_to_be_compiled():
     )
     with pytest.raises(kernels.Unavailable, match=r"inside mx\.compile"):
         mx.eval(mx.compile(plan)(mx.zeros((1, 12, 12, 1))))
+
+
+def test_a_gpu_plan_chains_its_launches_and_hands_the_last_result_to_the_next_run(monkeypatch):
+    call = kernels.Call(
+        kernels.Kernel("double", ("x", "previous"), ("y",)),
+        inputs=(kernels.ARGUMENT, kernels.PREVIOUS),
+        template=(),
+        groups=(1, 1, 1),
+        group_size=(1, 1, 1),
+        output_shapes=((8,),),
+        output_dtypes=(mx.float32,),
+    )
+    second = dataclasses.replace(call, inputs=(kernels.Output(0), kernels.PREVIOUS))
+    monkeypatch.setattr(plans, "unavailable", lambda target: None)
+    monkeypatch.setattr(plans, "gpu_arguments", lambda call, target: {})
+    # Stands in for MLX's kernel object: y = 2 x + previous.
+    monkeypatch.setattr(plans, "gpu_kernel", lambda call, target: lambda inputs: [2 * inputs[0] + inputs[1]])
+    plan = kernels.make_plan(lambda batch: [call, second], 8, "metal")
+    x = mx.arange(8, dtype=mx.float32)
+    first = plan(x)
+    assert mx.array_equal(first, 4 * x)  # 2 (2 x + 0) + 0
+    assert mx.array_equal(plan(x), 4 * x + 3 * first)  # 2 (2 x + first) + first
 
 
 @needs_host

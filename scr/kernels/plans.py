@@ -38,8 +38,8 @@ def make_plan(
 ) -> Callable[[mx.array], mx.array]:
     """A function that runs `chain(batch)` on its argument and returns the last call's first output.
 
-    `chain(n)` gives the calls for n images, the first of which reads ARGUMENT. On a GPU the function is lazy
-    and may be traced by `mx.compile`; on the host it is one foreign call on `threads` threads (None: all
+    `chain(n)` gives the calls for n images, the first of which reads ARGUMENT. On a GPU the function is lazy;
+    on the host it is one foreign call on `threads` threads (None: all
     cores), which takes a long chain through the batch in chunks that stay in cache. Raises Unavailable where
     the target is missing.
     """
@@ -53,25 +53,30 @@ def make_plan(
 
 
 def _gpu_plan(calls: Sequence[Call], target: str) -> Callable[[mx.array], mx.array]:
-    """Launch after launch, each prepared except for the arrays that change."""
+    """Launch after launch, traced once."""
     steps = []
     for call in calls:
         arguments = gpu_arguments(replace(call, inputs=()), target)
         steps.append((gpu_kernel(call, target), arguments, call.inputs))
-    ordered = any(i is PREVIOUS for call in calls for i in call.inputs)
-    last = mx.zeros((8,), calls[-1].output_dtypes[0])
 
-    def run(x: mx.array) -> mx.array:
-        nonlocal last
-        results = [[last], [x]]  # of call number -2, -1, 0, …
+    def forward(x: mx.array, previous: mx.array) -> mx.array:
+        results = [[previous], [x]]  # of call number -2, -1, 0, …
         for kernel, arguments, inputs in steps:
             arguments["inputs"] = [
                 results[i.call + 2][i.index] if isinstance(i, Output) else i for i in inputs
             ]
             results.append(kernel(**arguments))
-        if ordered:
-            last = results[-1][0]
         return results[-1][0]
+
+    traced = mx.compile(forward)  # building a kernel's text costs Python more than some kernels run
+    last = mx.zeros((8,), calls[-1].output_dtypes[0])
+    if not any(i is PREVIOUS for call in calls for i in call.inputs):
+        return lambda x: traced(x, last)
+
+    def run(x: mx.array) -> mx.array:
+        nonlocal last
+        last = traced(x, last)
+        return last
 
     return run
 

@@ -180,25 +180,31 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     """
     limit = SCRATCH_BYTES if target == "metal" else CUDA_SCRATCH_BYTES
     wide = shape.out_width > 7
+    tile, ahead, most_rows, run = (7, 1), False, 7, 2 if shape.stem else 7
     if batch < 4:
-        run, pixels, steps, ahead, most_rows = 1, 1, 8, False, 1
+        tile, steps, most_rows, run = (1, 1), 8, 1, 1
     elif batch < 64:
-        run, pixels, steps, ahead, most_rows = (2 if shape.stem else 7), (4 if wide else 2), 32, False, 1
+        tile, steps, most_rows = (4 if wide else 2, 1), 32, 1
     elif wide:
-        run, pixels, steps, ahead, most_rows = (2 if shape.stem else 7), 7, 8, not shape.stem, 2
+        steps, most_rows = 16, 2
+    elif batch < 256:
+        steps, ahead = 8, True
+    elif shape.projected:
+        tile, steps, ahead = (7, 2), 4, True
     else:
-        run, pixels, steps, ahead, most_rows = 7, 7 if batch < 256 else 14, 8, batch < 256, 7
+        tile, steps = (14, 1), 12
     row_bytes = 4 * shape.out_width * (shape.depth + 4)
     rows = max(1, min(shape.out_height, most_rows, limit // row_bytes))
     rows = -(-shape.out_height // -(-shape.out_height // rows))  # strips of about the same height
     run = divisor(shape.out_width, run)
-    vectors = shape.outputs // GPU_VECTOR
-    splits = divisor(vectors, max(1, min(12, 112 // (batch * shape.out_height)))) if batch < 4 else 1
+    columns = shape.outputs // GPU_VECTOR
+    splits = divisor(columns, max(1, min(12, 112 // (batch * shape.out_height)))) if batch < 4 else 1
+    pixels, vectors = tile[0], divisor(columns, tile[1])
     steps = divisor(shape.depth, steps)
-    tiling = Tiling(rows, splits, run, pixels, 1, steps, ahead, 1, 4, staged=batch < 4)
+    tiling = Tiling(rows, splits, run, pixels, vectors, steps, ahead, 1, 4, staged=batch < 4)
     if tiling.scratch_bytes(shape) > limit:  # no room for weights, or for pixels that do not exist
         tiling = replace(tiling, pixels=divisor(rows * shape.out_width, pixels), staged=False)
-    items = -(-rows * shape.out_width // tiling.pixels) * (vectors // splits)
+    items = -(-rows * shape.out_width // tiling.pixels) * (columns // splits // vectors)
     if batch < 4:  # more threads than tiles, for the depthwise phase and the staging
         items = max(items, rows * shape.out_width // run * (shape.channels // GPU_VECTOR))
     return replace(tiling, threads=min(384, max(64, -(-items // 32) * 32)))
