@@ -67,7 +67,7 @@ def measure(settings: Settings, output: Path):
     with tempfile.TemporaryDirectory() as folder:
         # A cache of its own, so that compiling is cold. Inductor reads the variable when it is imported.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own messages
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # hides the profiler's own messages
         from mlp import study
 
         traces = Path(folder) / "traces"

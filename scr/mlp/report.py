@@ -34,12 +34,6 @@ DRAWN = {
     7: "graph break",
 }
 
-LIGER = (
-    "Liger's kernel is that of the package liger-kernel. The other published route, "
-    '`kernels.get_kernel("kernels-community/liger_kernels")`, fetches a build from the Hugging Face Hub '
-    "when the program runs; it is not used here, so that a run needs no network."
-)
-
 
 def build(record: Record, output: Path, markdown: Path) -> None:
     """Write the plots to `output`/plots and the report to `markdown`.
@@ -194,13 +188,9 @@ def _gemm_change(before: dict[str, float], after: dict[str, float]) -> str:
 
 def experiment(view: View, number: int) -> str:
     """Predictions, times and notes of one experiment."""
+    notes = {1: (cold,), 2: (names,), 4: (halves, shapes, parameters, liger), 5: (two_layers,), 6: (merges,)}
     parts = [prediction_table(view, number), time_table(view, number)]
-    parts += {
-        1: [cold(view)],
-        2: [names(view, number)],
-        4: [halves(view), shapes(view), parameters(view), LIGER],
-    }.get(number, [])
-    parts += {5: [two_layers(view)], 6: [merges(view)]}.get(number, [])
+    parts += [note(view) for note in notes.get(number, ())]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -275,10 +265,10 @@ def cold(view: View) -> str:
     return f"Cold and warm: {'; '.join(lines)}." if lines else ""
 
 
-def names(view: View, number: int) -> str:
-    """Kernel names with what they say."""
+def names(view: View) -> str:
+    """Kernel names of experiment 2 with what they say."""
     rows = []
-    for cell in view.cells(experiment=number):
+    for cell in view.cells(experiment=2):
         for name, launches in cell["observed"]["names"].items():
             decoded = traces.decode_gemm(name) if traces.is_gemm(name) and view.device == "cuda" else None
             rows.append(
@@ -360,6 +350,16 @@ def parameters(view: View) -> str:
             f"{best['warps']} warps) {significant(best['us'])} µs"
         )
     return f"Launch parameters of our GeGLU kernel: {'; '.join(lines)}." if lines else ""
+
+
+def liger(view: View) -> str:
+    """Where Liger's kernel comes from."""
+    package = f"liger-kernel {view.record.environment.get('liger') or ''}".strip()
+    return (
+        f"Liger's kernel is that of the package {package}. The other published route, "
+        '`kernels.get_kernel("kernels-community/liger_kernels")`, fetches a build from the Hugging Face Hub '
+        "when the program runs; it is not used here, so that a run needs no network."
+    )
 
 
 def two_layers(view: View) -> str:

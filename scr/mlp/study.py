@@ -6,6 +6,7 @@ errors of merges, recompilations) goes into the cells, or into the environment's
 """
 
 import gc
+import importlib.metadata
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -650,6 +651,8 @@ def run(settings: Settings, folder: Path) -> Record:
         "sizes": asdict(state.sizes),
         "device": state.device,
         "left_out": list(LEFT_OUT[state.device]),
+        "liger": _version("liger-kernel"),
+        "triton": _version("triton"),
         "profiler": {"wait": profiling.WAIT, "warmup": profiling.WARMUP, "active": profiling.ACTIVE},
         "seconds": time.perf_counter() - state.begin,
         "precision": {
@@ -658,3 +661,11 @@ def run(settings: Settings, folder: Path) -> Record:
         },
     }
     return record
+
+
+def _version(package: str) -> str | None:
+    """The installed version of an optional package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
