@@ -6,7 +6,7 @@
     python scr/mlp_fusion.py --rebuild      # rebuild the report from the stored record and traces
 
 Writes output/mlp_fusion/ (per_trial.npz, traces, plots) and conclusions/mlp_fusion.md. The default run takes
-about 5 minutes on 2 CPU cores and 4 on an H200; much of it is compiling. Optional: triton comes with PyTorch
+about 5 minutes on 2 CPU cores (--seconds sets it) and 80 s on an H200. Optional: triton comes with PyTorch
 on Linux, and `pip install liger-kernel` adds Liger's kernel.
 Ctrl-C while timing keeps what was measured in output/mlp_fusion/per_trial.partial.npz. Exit status: 0; 1 if a
 way of running a case gave a wrong result; 2 for bad input; 130 after Ctrl-C.
