@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.cli import Fault
 from harness.measure import Candidate, Case, Cell
 from harness.record import load
-from mlp import claims, report
+from harness.worker import WorkerError
+from mlp import backends, claims, report
 from mlp.view import View
 
 SCR = Path(__file__).parents[1] / "scr"
@@ -114,6 +116,27 @@ def test_a_case_that_fails_alike_in_every_way_puts_the_check_in_doubt(ran):
         if cell["case"] == "q+k+v":
             cell |= {"state": "dropped", "reason": "wrong result"}
     assert "q+k+v, float32: every way, plain eager among them, differs" in report.left_out(View(record))
+
+
+def test_without_device_activity_no_claim_about_kernels_is_decided(ran):
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record.environment["device"] = "mps"
+    kernels = [claim for claim in claims.all_claims(View(record)) if "no Metal kernels" in claim.observed]
+    assert len(kernels) == len(claims.ON_KERNELS)
+    assert {claim.verdict for claim in kernels} == {claims.MISSING}
+
+
+def test_a_way_that_fails_is_dropped_and_one_that_cannot_run_is_unavailable():
+    backends.register("k/failed", RuntimeError("no\nmore"))
+    backends.register("k/missing", Fault("needs a GPU"))
+    worker = backends.Here("torch")
+    for key, kind, sentence in (
+        ("k/failed", WorkerError, "RuntimeError: no"),
+        ("k/missing", Fault, "needs a GPU"),
+    ):
+        with pytest.raises(kind) as caught:
+            worker.ask("open", key=key, factory="mlp.backends:registered", arguments={"key": key})
+        assert str(caught.value) == sentence
 
 
 def test_one_case_in_two_dtypes_has_two_references():

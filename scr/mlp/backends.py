@@ -19,8 +19,14 @@ from harness.worker import Backend, Session, WorkerError
 
 MOST_RESULTS = 4_000_000  # elements of a result that are compared; of larger ones every n-th row
 
-_registered: dict[str, "Callable_ | Fault"] = {}
+_registered: dict[str, "FunctionBackend | Exception"] = {}
 _serial = itertools.count()
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def wait(device: str) -> None:
@@ -31,7 +37,7 @@ def wait(device: str) -> None:
         torch.mps.synchronize()
 
 
-class Callable_(Backend):
+class FunctionBackend(Backend):
     """A function of one tensor on a device.
 
     `module` owns the weights. With `training` a call is a forward and a backward pass. The result is the
@@ -172,17 +178,17 @@ def graphs_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def register(key: str, backend: "Callable_ | Fault") -> Candidate:
-    """Let the harness find a backend (or the reason why there is none) in this process, as a candidate."""
+def register(key: str, backend: FunctionBackend | Exception) -> Candidate:
+    """Let the harness find a backend (or what was raised instead of one) in this process, as a candidate."""
     _registered[key] = backend
     name = key.rsplit("/", 1)[1]
     return Candidate(name, "torch", "mlp.backends:registered", {"key": key})
 
 
-def registered(key: str) -> "Callable_":
-    """The factory that the harness calls. Raises Fault where the backend cannot run."""
+def registered(key: str) -> FunctionBackend:
+    """The factory that the harness calls. Raises what was registered: a Fault where it cannot run here."""
     backend = _registered[key]
-    if isinstance(backend, Fault):
+    if isinstance(backend, Exception):
         raise backend
     return backend
 
@@ -203,8 +209,7 @@ class Here:
         except Fault:
             raise
         except Exception as error:  # a backend may raise anything; it costs only that backend
-            lines = str(error).strip().splitlines() or [""]
-            raise WorkerError(f"{type(error).__name__}: {lines[0]}") from error
+            raise WorkerError(one_line(error)) from error
 
     def close(self) -> None:
         """Nothing to end."""

@@ -118,8 +118,8 @@ class BrokenMlp(nn.Module):
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """The module in float64, with the same weights as they are after rounding; eager products only."""
-    double = copy.deepcopy(module).double()
+    """The module in float64 on the CPU, with the weights as they are after rounding; eager products only."""
+    double = copy.deepcopy(module).cpu().double()
     for part in double.modules():
         if hasattr(part, "product"):
             part.product = geglu_product

@@ -24,7 +24,7 @@ from harness.cli import Fault
 from harness.measure import Case, run_study
 from harness.record import Record
 from mlp import models, predictions, profiling
-from mlp.backends import Callable_, Here, compiled, graphs_compiled, register, wait
+from mlp.backends import FunctionBackend, Here, compiled, graphs_compiled, one_line, register, wait
 from mlp.merge import merge_linears
 from mlp.predictions import ITEM_BYTES, Prediction
 from mlp.settings import Settings
@@ -162,10 +162,8 @@ class Run:
                 self.say(f"{experiment} {name} {dtype}, {way.name}: unavailable, {fault}")
                 continue
             except Exception as error:  # a compiler may raise anything; the other ways still run
-                lines = str(error).strip().splitlines() or [""]
-                reason = Fault(f"{type(error).__name__}: {lines[0]}")
-                candidates.append(register(key, reason))
-                self.say(f"{experiment} {name} {dtype}, {way.name}: failed, {reason}")
+                candidates.append(register(key, error))
+                self.say(f"{experiment} {name} {dtype}, {way.name}: failed, {one_line(error)}")
                 continue
             candidates.append(register(key, backend))
             verdict = notes.get("verdict", "no prediction")
@@ -173,7 +171,7 @@ class Run:
         gradient = _checks_gradient(training, dtype)
         where = "cpu" if self.device == "mps" else self.device  # MPS has no float64
         twin = models.twin(module).to(where)
-        reference = Callable_(twin, twin, where, torch.float64, training, gradient=gradient)
+        reference = FunctionBackend(twin, twin, where, torch.float64, training, gradient=gradient)
         self.cases.append(
             Case(
                 study=STUDY,
@@ -190,7 +188,7 @@ class Run:
         """The input of a case: standard normal, the same for every way. shape: (rows, columns), float32."""
         return np.random.default_rng(self.settings.seed).standard_normal(shape, dtype=np.float32)
 
-    def build(self, way: Way, module: nn.Module, dtype: str, training: bool) -> Callable_:
+    def build(self, way: Way, module: nn.Module, dtype: str, training: bool) -> FunctionBackend:
         """The backend of a way. Raises Fault where it cannot run here."""
         if way.compile and way.compile.get("mode") == "reduce-overhead" and self.device != "cuda":
             raise Fault("reduce-overhead is CUDA graphs, which need an NVIDIA GPU")
@@ -198,9 +196,9 @@ class Run:
         if way.compile is not None:
             function = compiled(function, **way.compile)
         kind, gradient = getattr(torch, dtype), _checks_gradient(training, dtype)
-        return Callable_(function, module, self.device, kind, training, way.graph, gradient)
+        return FunctionBackend(function, module, self.device, kind, training, way.graph, gradient)
 
-    def profile(self, backend: Callable_, key: str, batch: np.ndarray) -> None:
+    def profile(self, backend: FunctionBackend, key: str, batch: np.ndarray) -> None:
         """Call the backend cold, then warm, profile it, and note what was seen beside what was predicted."""
         notes = backend.notes
         before = graphs_compiled()
@@ -395,7 +393,7 @@ def launch_parameters(run: Run, rows: int, hidden: int, dtype: str) -> list[dict
         for block in (512, 1024, 2048, 4096):
             for warps in (2, 4, 8):
                 product = Product(lambda g, u, b=block, w=warps: kernels.geglu(g, u, b, w))
-                backend = Callable_(product, None, run.device, getattr(torch, dtype))
+                backend = FunctionBackend(product, None, run.device, getattr(torch, dtype))
                 backend.prepare(batch)
                 times = sorted(backend.device_ms() for _ in range(5))
                 fixed = (block, warps) == (kernels.GEGLU_BLOCK, kernels.GEGLU_WARPS)
@@ -546,7 +544,7 @@ def merge_error(
     weight = next(module.parameters())
     x = torch.from_numpy(rows).to(weight.device, weight.dtype)
     with torch.no_grad():
-        truth = models.twin(module).cpu()(x.cpu().double()).numpy()
+        truth = models.twin(module)(x.cpu().double()).numpy()
         outputs = [part(x).float().cpu().numpy() for part in (module, merged)]
     apart, together = (tolerances.compare(output, truth, dtype) for output in outputs)
     return {
