@@ -23,16 +23,16 @@ FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, Scr
   depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
   SCRATCH_BARRIER;
   if (STAGED)
-    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(rows, staged, bias, residual,
-                                                                             y + first, pixels, lid, threads);
+    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
+        rows, staged, bias, residual, y + first, pixels, lid, threads);
   else
-    product<K, LD, CHANNELS, N, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(rows, matrix, bias, residual, y + first,
-                                                                       pixels, lid, threads);
+    product<K, LD, CHANNELS, N, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
+        rows, matrix, bias, residual, y + first, pixels, lid, threads);
 }
 
 // A block (not the first) of all images: the groups of the grid take its strips and parts in turn.
-template <typename T, int H, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int LD, int TP, int STEPS,
-          bool AHEAD, bool STAGED, typename Weights>
+template <typename T, int H, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int LD, int TP,
+          int STEPS, bool AHEAD, bool STAGED, typename Weights>
 FUNCTION void block_of_all(const device T* x, Weights weights, device T* y, ScratchPointer rows, uint batch,
                            uint group, uint groups, uint lid, uint threads) {
   constexpr uint HEIGHT = (H - 1) / STRIDE + 1, STRIPS = (HEIGHT + ROWS - 1) / ROWS;
@@ -41,8 +41,8 @@ FUNCTION void block_of_all(const device T* x, Weights weights, device T* y, Scra
     const uint image = i / (STRIPS * SPLITS), strip = i / SPLITS % STRIPS;
     const Stored<const device T*, H, C> source = {x + ulong(image) * (H * H * C)};
     block_strip<H, H, C, N, STRIDE, SKIP, ROWS, SPLITS, 1, LD, TP, 1, STEPS, AHEAD, false, STAGED>(
-        source, weights, source.values, y + ulong(image) * (HEIGHT * HEIGHT * N), rows, rows + PIXELS * LD, strip,
-        i % SPLITS, lid, threads);
+        source, weights, source.values, y + ulong(image) * (HEIGHT * HEIGHT * N), rows, rows + PIXELS * LD,
+        strip, i % SPLITS, lid, threads);
     SCRATCH_BARRIER;
   }
 }

@@ -57,7 +57,8 @@ class Pool {
     uint64_t seen = 0;
     for (;;) {
       const auto spin_until = std::chrono::steady_clock::now() + SPIN;
-      while (generation_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < spin_until) {
+      while (generation_.load(std::memory_order_acquire) == seen &&
+             std::chrono::steady_clock::now() < spin_until) {
       }
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return generation_ != seen && steps_ && index < threads_ - 1; });

@@ -11,6 +11,8 @@
 // The grid has a power of two of groups, which must fit the GPU at once.
 //
 // Work and bytes: those of stem_block, block × 3 and head. Scratch: the widest block's (FLOATS).
+// Default tiling (tilings.py): about one group per multiprocessor, which any GPU runs at once, with staged
+// weights; strips and splits give each group at most one or two parts of every block.
 constexpr int H1 = (H + 1) / 2, H2 = (H1 + 1) / 2, P1 = H1 * H1, P2 = H2 * H2;
 constexpr int LD0 = 2 * C0 + PAD, LD1 = C1 + PAD, LD2 = 2 * C1 + PAD, LD3 = C2 + PAD;
 SCRATCH_ARRAY(rows, FLOATS);
@@ -36,19 +38,20 @@ for (uint i = group; i < batch * (STRIPS0 * SPLITS0); i += groups) {
 }
 grid_barrier(arrivals, groups);
 w += 10 * C0 + (2 * C0 + 1) * C1;
-block_of_all<T, H1, C1, C1, 1, false, ROWS1, SPLITS1, LD1, TP1, STEPS, AHEAD, STAGED1>(a, w, b, rows, batch, group,
-                                                                                     groups, lid, threads);
+block_of_all<T, H1, C1, C1, 1, false, ROWS1, SPLITS1, LD1, TP1, STEPS, AHEAD, STAGED1>(
+    a, w, b, rows, batch, group, groups, lid, threads);
 grid_barrier(arrivals, groups);
 w += 10 * C1 + (C1 + 1) * C1;
-block_of_all<T, H1, C1, C2, 2, true, ROWS2, SPLITS2, LD2, TP2, STEPS, AHEAD, STAGED2>(b, w, a, rows, batch, group,
-                                                                                    groups, lid, threads);
+block_of_all<T, H1, C1, C2, 2, true, ROWS2, SPLITS2, LD2, TP2, STEPS, AHEAD, STAGED2>(
+    b, w, a, rows, batch, group, groups, lid, threads);
 grid_barrier(arrivals, groups);
 w += 10 * C1 + (2 * C1 + 1) * C2;
-block_of_all<T, H2, C2, C2, 1, false, ROWS3, SPLITS3, LD3, TP3, STEPS, AHEAD, STAGED3>(a, w, b, rows, batch, group,
-                                                                                     groups, lid, threads);
+block_of_all<T, H2, C2, C2, 1, false, ROWS3, SPLITS3, LD3, TP3, STEPS, AHEAD, STAGED3>(
+    a, w, b, rows, batch, group, groups, lid, threads);
 grid_barrier(arrivals, groups);
 w += 10 * C2 + (C2 + 1) * C2;
 for (uint image = group; image < batch; image += groups) {
-  head<P2, C2, CLASSES, SLICES, PARTS>(b + ulong(image) * (P2 * C2), w, rows, y + image * CLASSES, lid, threads);
+  head<P2, C2, CLASSES, SLICES, PARTS>(b + ulong(image) * (P2 * C2), w, rows, y + image * CLASSES, lid,
+                                       threads);
   SCRATCH_BARRIER;
 }
