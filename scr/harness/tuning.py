@@ -125,6 +125,8 @@ def search(
     done = {step.key: step for step in results.steps}
     slots: list[int | None] = list(range(len(mlx_model.SHAPE.blocks))) if model.level == "block" else [None]
     for batch in batches:
+        if target == "cuda" and model.level == "network" and batch <= kernels.SPREAD_BATCH:
+            continue  # runs network_spread.metal, which has no candidates
         x = mx.array(np.resize(images, (batch, *images.shape[1:]))).astype(model.dtype)
         reference = kernels.network_reference(
             x[:8].astype(mx.float32), launches.weights, mlx_model.SHAPE, target=target

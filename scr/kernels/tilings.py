@@ -4,6 +4,7 @@ A `Tiling` is what the texts block.metal and stem_block.metal take beside their 
 network.metal takes. Both are values: `kernels.block(…, tiling=…)` runs any that fits.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -204,9 +205,18 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     tiling = Tiling(rows, splits, run, pixels, vectors, steps, ahead, 1, 4, staged=batch < 4)
     if tiling.scratch_bytes(shape) > limit:  # no room for weights, or for pixels that do not exist
         tiling = replace(tiling, pixels=divisor(rows * shape.out_width, pixels), staged=False)
-    items = -(-rows * shape.out_width // tiling.pixels) * (columns // splits // vectors)
-    if batch < 4:  # more threads than tiles, for the depthwise phase and the staging
-        items = max(items, rows * shape.out_width // run * (shape.channels // GPU_VECTOR))
+    return _with_threads(tiling, shape)
+
+
+def _with_threads(tiling: Tiling, shape: BlockShape) -> Tiling:
+    """`tiling` with a thread per tile, in whole SIMD groups; where weights are staged, with more threads.
+
+    Those serve the depthwise phase and the staging, which are most of the work of a group with few tiles.
+    """
+    pixels = tiling.rows * shape.out_width
+    items = -(-pixels // tiling.pixels) * (shape.outputs // tiling.splits // (tiling.vectors * GPU_VECTOR))
+    if tiling.staged:
+        items = max(items, pixels // tiling.run * (shape.channels // GPU_VECTOR))
     return replace(tiling, threads=min(384, max(64, -(-items // 32) * 32)))
 
 
@@ -245,7 +255,7 @@ def block_candidates(shape: BlockShape, batch: int, target: str) -> list[Tiling]
     """Tilings worth trying for `batch` images on `target`; the default comes first."""
     default = default_tiling(shape, batch, target)
     vector = vector_width(target)
-    limit = HOST_SCRATCH_BYTES if target == "host" else SCRATCH_BYTES
+    limit = {"host": HOST_SCRATCH_BYTES, "metal": SCRATCH_BYTES, "cuda": CUDA_SCRATCH_BYTES}[target]
     found = [default]
     if target == "host":
         for rows in {default.rows, *(divisor(shape.out_height, n) for n in (14, 7, 2))}:
@@ -253,18 +263,34 @@ def block_candidates(shape: BlockShape, batch: int, target: str) -> list[Tiling]
                 found.append(replace(default, rows=rows, pixels=pixels))
         found += [replace(default, splits=n) for n in (1, 2, 4)]
         found.append(replace(default, run=divisor(shape.out_width, 7)))
+    elif batch < 64:
+        for rows, run, splits, pixels in itertools.product((1, 2), (1, 7), (1, 4, 12), (1, 2, 4)):
+            for steps, ahead, staged in ((8, False, True), (16, True, False), (32, False, False)):
+                found.append(Tiling(rows, splits, run, pixels, 1, steps, ahead, 0, 4, staged))
     else:
-        small = batch < 64
-        for rows in (1, 2, 4, 7):
-            for pixels in (1, 2, 4) if small else (4, 7, 14):
-                for splits in (1, 2, 4, 8) if small else (1, 2):
-                    for steps, ahead in ((8, True), (16, True)) if small else ((4, True), (8, False)):
-                        tiles = -(-rows * shape.out_width // pixels) * (shape.outputs // splits // vector)
-                        if rows <= shape.out_height and 32 <= tiles <= 1024:
-                            threads = min(384, -(-tiles // 32) * 32)
-                            found.append(Tiling(rows, splits, 1, pixels, 1, steps, ahead, threads, 4))
+        tiles = ((4, 1), (7, 1), (14, 1), (7, 2))
+        modes = ((4, True), (8, True), (8, False), (16, False))
+        for rows, run, tile, mode in itertools.product((2, 4, 7), (2, 7), tiles, modes):
+            found.append(Tiling(rows, 1, run, *tile, *mode, 0, 4))
+    if target != "host":
+        found = [default, *(_fitted(tiling, shape) for tiling in found[1:])]
     fitting = [t for t in found if not t.misfit(shape, vector) and t.scratch_bytes(shape) <= limit]
     return list(dict.fromkeys([default, *fitting]))
+
+
+def _fitted(tiling: Tiling, shape: BlockShape) -> Tiling:
+    """`tiling` with what the shape does not allow replaced by the next smaller that it does."""
+    columns = shape.outputs // GPU_VECTOR
+    vectors = divisor(columns, tiling.vectors)
+    fitted = replace(
+        tiling,
+        rows=min(tiling.rows, shape.out_height),
+        splits=divisor(columns // vectors, tiling.splits),
+        run=divisor(shape.out_width, tiling.run),
+        vectors=vectors,
+        steps=divisor(shape.depth, tiling.steps),
+    )
+    return _with_threads(fitted, shape)
 
 
 def network_candidates(shapes: tuple[BlockShape, ...], batch: int, target: str) -> list[NetworkTiling]:
@@ -278,8 +304,8 @@ def network_candidates(shapes: tuple[BlockShape, ...], batch: int, target: str) 
         found = [
             replace(default, pixels1=pixels, threads=threads, steps=steps, ahead=ahead)
             for pixels in (7, 14)
-            for threads in (256, 384)
-            for steps, ahead in ((4, True), (8, True), (8, False))
+            for threads in (352, 384)
+            for steps, ahead in ((4, False), (8, True), (8, False))
         ]
     return list(dict.fromkeys([default, *found]))
 
