@@ -91,23 +91,41 @@ def test_inputs_are_the_first_digits_and_the_reference_is_float64(command, monke
     assert case.reference.arguments["dtype"] == "float64" and case.reference.arguments["device"] == "cpu"
 
 
-def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command):
-    arguments = [*TINY, "--backends", "torch", "--batch-sizes", "1"]
-    assert command(*arguments, "--tag", "m1-pro", report=lambda *_: None) == 0
-    tagged = command.folder / "output" / "m1-pro" / "per_trial.npz"
-    before = tagged.read_bytes()
-    assert not (command.folder / "output" / "per_trial.npz").exists()
-    assert command(*arguments, report=lambda *_: None) == 0
-    assert tagged.read_bytes() == before
-    assert (command.folder / "output" / "per_trial.npz").exists()
+@pytest.fixture
+def nothing_measured(monkeypatch):
+    """Runs give empty records, each of another duration."""
+    durations = iter(range(100))
+
+    def measure(settings):
+        return records.Record(records.empty_rows(), {"seconds": next(durations)}, {"tag": settings.tag})
+
+    monkeypatch.setattr(benchmark, "measure", measure)
 
 
-def test_report_goes_where_the_tag_says(command):
+def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command, nothing_measured):
+    output = command.folder / "output"
+    assert command("--tag", "m1-pro", report=lambda *_: None) == 0
+    before = (output / "m1-pro" / "per_trial.npz").read_bytes()
+    assert not (output / "per_trial.npz").exists()
+    assert command(report=lambda *_: None) == 0
+    assert (output / "m1-pro" / "per_trial.npz").read_bytes() == before
+    assert records.load(output / "per_trial.npz").environment["seconds"] == 1
+
+
+def test_the_report_goes_where_the_tag_says(command, nothing_measured):
     seen = []
-    arguments = [*TINY, "--backends", "torch", "--batch-sizes", "1", "--tag", "box"]
-    command(*arguments, report=lambda record, plots, markdown: seen.append((plots, markdown)))
+    command("--tag", "box", report=lambda record, plots, markdown: seen.append((plots, markdown)))
     root = command.folder
     assert seen == [(root / "output/box/plots", root / "conclusions/box/benchmark_result.md")]
+
+
+def test_the_raw_record_is_written_before_the_report(command, nothing_measured):
+    def broken(*_):
+        raise RuntimeError("no font")
+
+    with pytest.raises(RuntimeError, match="no font"):
+        command(report=broken)
+    assert (command.folder / "output" / "per_trial.npz").exists()
 
 
 def test_a_wrong_backend_makes_the_exit_status(command, monkeypatch, capsys):
@@ -132,18 +150,15 @@ def test_a_wrong_backend_makes_the_exit_status(command, monkeypatch, capsys):
     assert set(record.rows.backend) == {"mlx"}
 
 
-def test_a_backend_again(command):
-    assert command(*TINY, "--backends", "torch", "--again", report=lambda *_: None) == 0
-    record = records.load(command.folder / "output" / "per_trial.npz")
-    assert set(record.rows.backend) == {"torch", "torch-again"}
-    assert all(cell["cost"]["launches"] == 37 for cell in record.cells)
-
-
-def test_an_unavailable_backend_is_said_and_costs_nothing(command, capsys):
+def test_backends_again_and_backends_that_cannot_run(command, capsys):
     if torch.cuda.is_available():
         pytest.skip("says what happens without an NVIDIA GPU")
-    arguments = [*TINY, "--backends", "torch", "torch-graph", "mlx-fused-compile", "--target", "host"]
+    names = ["torch", "torch-graph", "mlx-fused-compile"]
+    arguments = [*TINY, "--batch-sizes", "1", "--again", "--target", "host", "--backends", *names]
     assert command(*arguments, report=lambda *_: None) == 0
+    record = records.load(command.folder / "output" / "per_trial.npz")
+    assert set(record.rows.backend) == {"torch", "torch-again"}
+    assert {cell["cost"]["launches"] for cell in record.cells if cell["state"] == "few"} == {37}
     printed = capsys.readouterr().out
     assert "torch-graph (network) is unavailable: CUDA graphs need an NVIDIA GPU" in printed
     assert "mlx-fused-compile (network) is unavailable: kernels on the host lie outside" in printed
@@ -208,7 +223,7 @@ benchmark.ceilings.probes = lambda *_: ()
 time, bursts = measure.Study.time, []
 def time_and_interrupt(self, *arguments):
     bursts.append(arguments)
-    if len(bursts) == 6:
+    if len(bursts) == 3:  # a slow machine makes four
         os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does: to the workers too
     time(self, *arguments)
 measure.Study.time = time_and_interrupt
@@ -231,6 +246,6 @@ def test_ctrl_c_leaves_the_old_file_and_writes_a_partial_one(tmp_path, checkpoin
     assert old.read_bytes() == b"the file of the last run"
     record = records.load(tmp_path / "per_trial.partial.npz")
     assert record.environment["complete"] is False
-    assert 5 <= (record.rows.kind == "latency").sum() < 100
+    assert 2 <= (record.rows.kind == "latency").sum() < 100
     assert "per_trial.partial.npz" in done.stdout
     assert "Traceback" not in done.stderr

@@ -57,7 +57,7 @@ def test_a_slow_cell_gets_one_trial_in_each_of_the_least_rounds():
     assert plan.counts["python"] >= 1, "describing a graph is cheap however slow its evaluation is"
 
 
-@pytest.mark.parametrize("median_ms", [0.01, 1.0, 13.0, 70.0, 240.0, 500.0, 990.0])
+@pytest.mark.parametrize("median_ms", [0.01, 1.0, 13.0, 70.0, 240.0, 500.0, 860.0])
 def test_a_cell_stays_near_its_budget(median_ms):
     plan = plan_cell(MeasureSettings(), median_ms, return_ms=median_ms)
     latency_s = plan.rounds * (1 + plan.counts["latency"]) * median_ms / 1e3
