@@ -365,7 +365,8 @@ def draw_ratios(
         y = np.array([points[int(size)][0] for size in x])
         low = np.array([points[int(s)][1] or points[int(s)][0] for s in x])
         high = np.array([points[int(s)][2] or points[int(s)][0] for s in x])
-        x = x * 2 ** (0.09 * (i - (len(ratios) - 1) / 2))  # side by side, so that intervals stay apart
+        # Side by side within half a doubling, so that intervals stay apart.
+        x = x * 2 ** (0.5 * (i / max(1, len(ratios) - 1) - 0.5))
         axes.plot(x, y, marker=marker(name), color=colour(name))
         axes.errorbar(
             x, y, yerr=[y - low, high - y], fmt="none", color=colour(name), capsize=2.5, linewidth=1.2
