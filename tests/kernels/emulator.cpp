@@ -12,7 +12,10 @@
 //                                 scratch instead of output: what it holds afterwards means nothing
 //   run ORDER SEED SYNCHRONISED   forward, reverse or shuffled; the mem_flags whose barriers order memory
 //
-// Each `run` line is one dispatch, whose outputs go to FILE.ORDER. Threads of a group are fibers that meet at
+// Each `run` line is one dispatch, whose outputs go to FILE.ORDER. An input's FILE may hold only its last bytes;
+// the rest is zero. Buffers over 1 GB are mapped, not allocated, and of such an output only the last MB is saved.
+//
+// Threads of a group are fibers that meet at
 // barriers. Buffers have exactly their size, on the heap, so that the sanitizer this is built with sees a step
 // over the edge; memory that Metal leaves undefined is NaN, and for MemorySanitizer uninitialised. To
 // ThreadSanitizer each thread of the grid is a thread of its own, ordered by nothing but barriers.
@@ -45,7 +48,8 @@ extern "C" void __sanitizer_symbolize_pc(void* pc, const char* format, char* tex
 
 namespace {
 
-const unsigned long STACK_BYTES = 64 * 1024;
+const unsigned long STACK_BYTES = 64 * 1024, PAGE = 4096;
+const unsigned long LARGE = 1ul << 30, LAST = 1ul << 20;
 // Repeated, both are NaNs in any floating-point type, which arithmetic hands on as they are.
 const unsigned char UNWRITTEN[2] = {0xFF, 0x7F}, UNINITIALISED[2] = {0xFF, 0xFF};
 const unsigned long THREADGROUP_BYTES = 32 * 1024;  // the limit of every Apple GPU
@@ -53,6 +57,8 @@ const unsigned long THREADGROUP_BYTES = 32 * 1024;  // the limit of every Apple 
 struct Buffer {
   bool output, scratch;
   unsigned long bytes;
+
+  bool mapped() const { return bytes > LARGE; }
   char file[4096], contents[4096];
   void* memory;
 };
@@ -103,7 +109,10 @@ unsigned meetings;  // how often the group has met
 // others may have reached the next.
 char barriers[2], end_of_dispatch;
 #ifdef USE_THREAD_SANITIZER
-void* scheduler_tsan;
+// ThreadSanitizer keeps apart 255 threads at a time and goes blind beyond. In a larger group, threads that are a
+// multiple of LANES apart are one thread to it; no loop strides by that prime.
+const unsigned LANES = 199;
+void *scheduler_tsan, *lanes[LANES];
 #endif
 #ifdef USE_ADDRESS_SANITIZER
 const void* scheduler_stack;
@@ -116,12 +125,25 @@ unsigned long scheduler_stack_bytes;
   _Exit(3);
 }
 
-void* read_file(const char* name, unsigned long bytes) {
-  void* memory = malloc(bytes);
+// A buffer's memory. What is mapped ends before a page that cannot be touched.
+void* take(const Buffer& buffer) {
+  if (!buffer.mapped()) return malloc(buffer.bytes);
+  const unsigned long whole = (buffer.bytes + PAGE - 1) / PAGE * PAGE;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  char* memory = static_cast<char*>(mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, flags, -1, 0));
+  if (memory == MAP_FAILED || mprotect(memory + whole, PAGE, PROT_NONE)) fail("job", "no address space");
+  return memory + whole - buffer.bytes;
+}
+
+void read_file(const char* name, const Buffer& buffer) {
   FILE* file = fopen(name, "rb");
-  if (!file || fread(memory, 1, bytes, file) != bytes) fail("job", name);
+  if (!file || fseek(file, 0, SEEK_END)) fail("job", name);
+  const unsigned long bytes = ftell(file);
+  rewind(file);
+  char* memory = static_cast<char*>(buffer.memory);
+  if (bytes > buffer.bytes || fread(memory + buffer.bytes - bytes, 1, bytes, file) != bytes) fail("job", name);
+  if (bytes < buffer.bytes && !buffer.mapped()) memset(memory, 0, buffer.bytes - bytes);
   fclose(file);
-  return memory;
 }
 
 // ---- Fibers ----
@@ -187,9 +209,6 @@ void prepare(Fiber& fiber, const EmulatedThread& at) {
   fiber.context.uc_stack.ss_size = STACK_BYTES;
   fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, run_thread, 0);
-#ifdef USE_THREAD_SANITIZER
-  fiber.tsan = __tsan_create_fiber(0);
-#endif
 }
 
 // ---- Groups ----
@@ -230,13 +249,18 @@ void run_group(const EmulatedThread& group) {
     prepare(fibers[i], at);
     order[i] = strcmp(run.order, "reverse") ? i : count - 1 - i;
   }
+#ifdef USE_THREAD_SANITIZER
+  // After all that the scheduler does to the group's memory, which a new fiber sees as done.
+  for (unsigned i = 0; i < std::min(count, LANES); ++i) lanes[i] = __tsan_create_fiber(0);
+  for (unsigned i = 0; i < count; ++i) fibers[i].tsan = lanes[i % LANES];
+#endif
   do {
     if (!strcmp(run.order, "shuffled")) std::shuffle(order.begin(), order.end(), shuffler);
     for (unsigned i : order)
       if (fibers[i].state != DONE) enter(fibers[i]);
   } while (!meet());
 #ifdef USE_THREAD_SANITIZER
-  for (Fiber& fiber : fibers) __tsan_destroy_fiber(fiber.tsan);
+  for (unsigned i = 0; i < std::min(count, LANES); ++i) __tsan_destroy_fiber(lanes[i]);
 #endif
 }
 
@@ -298,10 +322,10 @@ void read_job(const char* name, std::vector<Run>& runs) {
 void allocate() {
   arguments.clear();
   for (Buffer& buffer : buffers) {
+    buffer.memory = take(buffer);
     if (!buffer.output || strcmp(buffer.contents, "-")) {
-      buffer.memory = read_file(buffer.output ? buffer.contents : buffer.file, buffer.bytes);
-    } else {
-      buffer.memory = malloc(buffer.bytes);
+      read_file(buffer.output ? buffer.contents : buffer.file, buffer);
+    } else if (!buffer.mapped()) {
       unsigned char* bytes = static_cast<unsigned char*>(buffer.memory);
       for (unsigned long i = 0; i < buffer.bytes; ++i) bytes[i] = (buffer.scratch ? UNINITIALISED : UNWRITTEN)[i % 2];
 #ifdef USE_MEMORY_SANITIZER
@@ -328,9 +352,11 @@ void save() {
       char name[4200];
       snprintf(name, sizeof name, "%s.%s", buffer.file, run.order);
       FILE* file = fopen(name, "wb");
-      if (!file || fwrite(buffer.memory, 1, buffer.bytes, file) != buffer.bytes || fclose(file)) fail("job", name);
+      const unsigned long bytes = buffer.mapped() ? LAST : buffer.bytes;
+      const char* from = static_cast<char*>(buffer.memory) + buffer.bytes - bytes;
+      if (!file || fwrite(from, 1, bytes, file) != bytes || fclose(file)) fail("job", name);
     }
-    free(buffer.memory);
+    if (!buffer.mapped()) free(buffer.memory);
   }
 }
 

@@ -4,6 +4,8 @@ The same cases run everywhere: emulated (test_kernels.py), and by check.py on Me
 straddle tiles and SIMD groups, channels go below a vector, statistics lie far from 0 and 1.
 """
 
+import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 import kernels
-from kernels import BlockShape, NetworkShape, tilings
+from kernels import BlockShape, Kernel, NetworkShape, Tiling, tilings
+from kernels.square import square_call
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TARGETS = kernels.TARGETS
@@ -172,6 +175,31 @@ def square_cases() -> Iterator[Case]:
             yield Case("square", label, dtype, lambda t, x=x: kernels.square(x, t), lambda x=x: exact(x) ** 2)
 
 
+@dataclass(frozen=True)
+class EditedKernel(Kernel):
+    """A kernel under another one's name, with `new` for `old` in its text."""
+
+    old: str = ""
+    new: str = ""
+
+    @functools.cached_property
+    def body(self) -> str:
+        assert self.old in super().body
+        return super().body.replace(self.old, self.new)
+
+
+def name_cases() -> Iterator[Case]:
+    """Two kernels of one name: no cache, ours, MLX's or on disk, may take the one for the other."""
+    x = values(generator("same name"), (33,), "float32")
+    other = EditedKernel("square", ("x",), ("y",), old="value * value", new="value * value + 1.0f")
+
+    def call(target: str) -> mx.array:
+        mx.eval(kernels.square(x, target))
+        return kernels.launch(dataclasses.replace(square_call(x), kernel=other), target)[0]
+
+    yield Case("square", "another text of this name", "float32", call, lambda: exact(x) ** 2 + 1)
+
+
 DEPTHWISE_SIZES = (
     # (N, H, W, C)
     (1, 1, 1, 1),
@@ -260,7 +288,11 @@ SMALL_BLOCKS = (
     BlockShape(9, 7, 16, 32, 2, stem=True),
     BlockShape(5, 8, 16, 16, 1, stem=True),
 )
-GPU_BLOCKS = (BlockShape(3, 5, 4, 8, 1), BlockShape(5, 3, 8, 8, 1))  # channels below a CPU's vector
+RAGGED = (
+    # Channels below a CPU's vector, strips that are no whole number of tiles, tilings with other switches.
+    (BlockShape(3, 5, 4, 8, 1), Tiling(2, 2, 5, 4, 1, 4, False, 64, 4)),
+    (BlockShape(5, 3, 8, 8, 1), Tiling(2, 1, 3, 4, 2, 2, True, 96, 0, staged=True)),
+)
 
 
 def block_cases() -> Iterator[Case]:
@@ -268,21 +300,22 @@ def block_cases() -> Iterator[Case]:
     forms = [(shape, 1, batch, "float32", TARGETS) for shape in NETWORK.blocks for batch in (1, 16, 64)]
     forms += [(shape, 3, 64, "float16", TARGETS) for shape in NETWORK.blocks]
     forms += [(shape, 3, 1, dtype, TARGETS) for shape in SMALL_BLOCKS for dtype in ("float32", "float16")]
-    forms += [(shape, 1, 4, "float32", ("metal", "cuda")) for shape in GPU_BLOCKS]
-    for shape, n, batch, dtype, targets in forms:
+    forms += [(shape, 3, tiling, "float32", ("metal", "cuda")) for shape, tiling in RAGGED]
+    for shape, n, tiling, dtype, targets in forms:
         rng = generator("block", shape, dtype)
         channels = 1 if shape.stem else shape.channels
         x = values(rng, (n, shape.height, shape.width, channels), dtype)
         weights = BlockWeights.random(shape, rng)
 
-        def call(target: str, x=x, weights=weights, batch=batch) -> mx.array:
-            tiling = tilings.default_tiling(weights.shape, batch, target)
+        def call(target: str, x=x, weights=weights, tiling=tiling) -> mx.array:
+            if isinstance(tiling, int):  # the batch that it is for
+                tiling = tilings.default_tiling(weights.shape, tiling, target)
             return kernels.block(x, weights.packed(target), weights.shape, tiling, target)
 
         sizes = f"{n}x{shape.height}x{shape.width}x{shape.channels}->{shape.outputs} stride {shape.stride}"
         yield Case(
             "stem_block" if shape.stem else "block",
-            f"{sizes}, tiling for batch {batch}",
+            f"{sizes}, {f'as for batch {tiling}' if isinstance(tiling, int) else 'ragged tiles'}",
             dtype,
             call,
             lambda x=x, weights=weights: weights.apply(exact(x)),
@@ -330,15 +363,37 @@ def network_cases() -> Iterator[Case]:
                 )
 
 
+def spread_cases() -> Iterator[Case]:
+    """The network spread over a CUDA GPU, at batches on either side of its changes of tiling."""
+    for dtype in ("float32", "float16"):
+        for n in (1, 2, 5, 16):
+            rng = generator("network_spread", n, dtype)
+            x, weights = values(rng, (n, 28, 28, 1), dtype), NetworkWeights.random(NETWORK, rng)
+
+            def call(target: str, x=x, weights=weights) -> mx.array:
+                return kernels.network_spread(x, weights.packed(target), weights.shape, None, target)
+
+            yield Case(
+                "network_spread",
+                f"{n}x28x28x1",
+                dtype,
+                call,
+                lambda x=x, weights=weights: weights.apply(exact(x)),
+                ("cuda",),
+            )
+
+
 CASES = tuple(
     case
     for cases in (
         square_cases,
+        name_cases,
         depthwise_cases,
         causal_conv_cases,
         block_cases,
         head_cases,
         network_cases,
+        spread_cases,
     )
     for case in cases()
 )

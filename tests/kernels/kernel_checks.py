@@ -53,10 +53,15 @@ def check_launch(launch: Launch) -> list[mx.array]:
         for name, other in zip(launch.outputs, outputs, strict=True):
             if name in results and results[name].tobytes() != other.tobytes():
                 raise Failed("order", f"{name} is another one when threads run in {run.order} order")
+    check_races(launch)
+    return [from_numpy(a, d) for a, d in zip(forward, launch.output_dtypes.values(), strict=True)]
+
+
+def check_races(launch: Launch) -> None:
+    """Failed if two threads meet in memory that no barrier between them orders."""
     spaces = [MEM_DEVICE] + [MEM_THREADGROUP] * ("THREADGROUP_VARIABLE" in expanded(launch.text))
     for space in spaces:
         emulate(launch, "thread", [Run(synchronised=space)])
-    return [from_numpy(a, d) for a, d in zip(forward, launch.output_dtypes.values(), strict=True)]
 
 
 def check_reference(result: np.ndarray, reference: np.ndarray, dtype: str) -> float:
