@@ -4,6 +4,7 @@ Everything is computed from the record; nothing is measured here.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from batch.roofline import (
 from harness.record import Record
 
 FREE = 1.1  # a batch is free while latency stays within this factor of batch 1
+FULL_RATE = 0.8  # share of the ceiling from which on a curve is said to show its arithmetic
 AGREE = 1.5  # a knee is called predicted within this factor
 
 
@@ -94,6 +96,12 @@ class Curve:
         return self.batches[int(np.argmax(late)) - 1] if late.any() else self.batches[-1]
 
     @property
+    def rate_share(self) -> float:
+        """FLOP rate of the fastest batch ÷ that of the limits."""
+        rates = [self.work.flops(b) / s for b, s in zip(self.batches, self.seconds, strict=True)]
+        return max(rates) / self.limits.flop_rate
+
+    @property
     def exponent(self) -> float:
         """Slope between the first and the last batch on log-log axes: 1 is proportional."""
         return math.log(self.seconds[-1] / self.seconds[0]) / math.log(self.batches[-1] / self.batches[0])
@@ -101,6 +109,17 @@ class Curve:
     def at(self, batch: int) -> float | None:
         """Median seconds at a batch, None where it was not measured."""
         return float(self.seconds[self.batches.index(batch)]) if batch in self.batches else None
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A rate of a case that exceeds the ceiling for it. `what`: "FLOP rate" or "bandwidth"."""
+
+    what: str
+    value: float  # FLOP/s or bytes/s
+    work: Work
+    batch: int
+    working_set: float  # bytes
 
 
 class Study:
@@ -117,7 +136,12 @@ class Study:
         self.groups: dict[tuple[Any, ...], pd.DataFrame] = dict(
             iter(rows.groupby(["case", "dtype", "backend", "kind"]))
         )
-        self.bandwidths = bandwidths(record.environment["ceilings"], self.place["device"])
+        self.reached = self.reached_limits()
+        self.bandwidths = bandwidths(
+            record.environment["ceilings"],
+            self.place["device"],
+            [(limit.working_set, limit.value) for limit in self.reached if limit.what == "bandwidth"],
+        )
         self.curves = [
             self.curve(work, backend, kind)
             for work in self.works
@@ -152,9 +176,38 @@ class Study:
             limits=self.limits(backend, kind, work.dtype),
         )
 
+    def reached_limits(self) -> list["Reached"]:
+        """What the MLPs reached beyond the ceilings, measured before them: a limit that is exceeded is none.
+
+        Per dtype the highest FLOP rate, and the bandwidths at which a single row read the weights.
+        """
+        found = []
+        ceilings, device = self.environment["ceilings"], self.place["device"]
+        copies = bandwidths(ceilings, device)
+        best: dict[str, Reached] = {}
+        for (case, dtype, _, _), group in self.groups.items():
+            work = next((w for w in self.works if (w.name, w.dtype, w.kind) == (case, dtype, "mlp")), None)
+            if work is None or work.family == "floor":
+                continue
+            for batch, rows in group.groupby("batch_size"):
+                seconds = rows["latency_ms"].median() / 1e3
+                rate = work.flops(int(batch)) / seconds
+                if rate > max(
+                    flop_rate(ceilings, device, dtype) or math.inf, getattr(best.get(dtype), "value", 0)
+                ):
+                    best[dtype] = Reached("FLOP rate", rate, work, int(batch), work.bytes(int(batch)))
+                if batch == 1 and copies:
+                    read = work.bytes(1) / seconds
+                    if read > Limits(1.0, copies).bandwidth_at(work.bytes(1)):
+                        found.append(Reached("bandwidth", read, work, 1, work.bytes(1)))
+        return [*best.values(), *found]
+
     def flop_rate(self, dtype: str) -> float | None:
-        """FLOP/s of the largest matrix product of the ceilings, None where it was not measured."""
-        return flop_rate(self.environment["ceilings"], self.place["device"], dtype)
+        """FLOP/s of the largest matrix product of the ceilings, or what an MLP reached beyond it; None where
+        it was not measured.
+        """
+        beyond = [r.value for r in self.reached if r.what == "FLOP rate" and r.work.dtype == dtype]
+        return max(beyond, default=flop_rate(self.environment["ceilings"], self.place["device"], dtype))
 
     def limits(self, backend: str, kind: str, dtype: str) -> Limits | None:
         """The model's constants for a backend and a clock: ceilings, and call and launch from the floor
@@ -204,14 +257,14 @@ class Study:
         """The term that the model lacks, per dtype: (rows, width at which they were measured).
 
         A product of a few rows and a weight matrix may take as long as one of many, because the routine works
-        in tiles of rows, or copies the weights into another order first. At the widest MLP, where launches
-        count for nothing, it is measured as the rows whose arithmetic at the full rate lasts as long as the
+        in tiles of rows, or copies the weights into another order first. At the widest MLP that reaches the
+        full rate it is measured as the rows whose arithmetic at the full rate lasts as long as the
         batches from 2 up to the ridge (median).
         """
         found = {}
         for dtype in {work.dtype for work in self.works}:
             curves = [c for c in self.best("mlp") if c.work.dtype == dtype and c.predictions]
-            curves = [c for c in curves if c.predictions[0].bound == "memory"]
+            curves = [c for c in curves if c.predictions[0].bound == "memory" and c.rate_share >= FULL_RATE]
             for curve in sorted(curves, key=lambda c: c.work.sizes["width"]):
                 per_row = curve.work.flops(1) / curve.limits.flop_rate
                 ridge = self.ridge(curve)
@@ -243,7 +296,9 @@ class Study:
         return float(rows["latency_ms"].median()) / 1e3 if len(rows) else None
 
 
-def bandwidths(ceilings: list[dict[str, Any]], device: str) -> tuple[tuple[float, float], ...]:
+def bandwidths(
+    ceilings: list[dict[str, Any]], device: str, reached: Sequence[tuple[float, float]] = ()
+) -> tuple[tuple[float, float], ...]:
     """(working set in bytes, bytes/s) on a device, sizes rising, never rising with the size.
 
     A small copy on a GPU is paced by its launches, and a cache is no slower than what lies behind it: so a
@@ -254,15 +309,17 @@ def bandwidths(ceilings: list[dict[str, Any]], device: str) -> tuple[tuple[float
         if entry["name"] == "copy" and entry.get("value") and entry["target"] == device:
             size = float(entry["bytes"])
             found[size] = max(found.get(size, 0.0), entry["value"] * 1e9)
+    for size, rate in reached:
+        found[size] = max(found.get(size, 0.0), rate)
     sizes = sorted(found)
     best = np.maximum.accumulate([found[size] for size in reversed(sizes)])[::-1]
     return tuple((size, float(rate)) for size, rate in zip(sizes, best, strict=True))
 
 
 def flop_rate(ceilings: list[dict[str, Any]], device: str, dtype: str) -> float | None:
-    """FLOP/s of a large matrix product on a device, None where it was not measured."""
+    """FLOP/s of the fastest large matrix product on a device, None where none was measured."""
     found = [
-        entry["value"] * 1e9
+        entry.get("best", entry["value"]) * 1e9
         for entry in ceilings
         if entry["name"] == "fma"
         and entry.get("value")

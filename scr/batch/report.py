@@ -123,10 +123,8 @@ def clock_note(study: Study) -> str:
     if any(curve.kind == "device" for curve in study.curves):
         return (
             "Unless a table says otherwise, times are device times of a replayed CUDA graph, forwards one "
-            "behind "
-            "the other (of batches that last long, wall times); wall times with a synchronise per forward "
-            "are in "
-            "the record too. TF32 is off: fp32 means fp32."
+            "behind the other (of batches that last long, wall times); wall times with a synchronise per "
+            "forward are in the record too. TF32 is off: fp32 means fp32."
         )
     return "Times are wall times, each forward waited for."
 
@@ -146,6 +144,12 @@ def knee_text(knee: Knee | None) -> str | None:
         return "rises from batch 1"
     interval = "" if math.isnan(knee.low) else f" [{significant(knee.low, 2)}, {significant(knee.high, 2)}]"
     return f"{significant(knee.batch, 2)}{interval}"
+
+
+def span_of(values: Sequence[float]) -> str:
+    """The smallest and the largest of some numbers, 1.20 to 3.40, or the one number that they all look like."""
+    low, high = ratio(min(values)), ratio(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def batch_text(value: float) -> str:
@@ -214,7 +218,7 @@ def formula_answer(study: Study) -> str:
     sentence = (
         f"The model (weights, activations, launches, arithmetic) {verdict} the knees of the MLPs: "
         f"{len(close)} of {len(curves)} lie within a factor {AGREE:g}; measured over predicted is "
-        f"{ratio(min(ratios))} to {ratio(max(ratios))}, median {ratio(float(np.median(ratios)))}."
+        f"{span_of(ratios)}, median {ratio(float(np.median(ratios)))}."
     )
     far = [curve for curve in curves if curve not in close]
     if far:
@@ -222,8 +226,7 @@ def formula_answer(study: Study) -> str:
         flat, rise = (float(np.median([getattr(m, name) for m in factors])) for name in ("flat", "rise"))
         sentence += (
             f" Where it fails, the flat piece lasts {ratio(flat)} times as long as predicted (median) and "
-            f"the "
-            f"rising one {ratio(rise)} times. {missing_term(study, curves, flat, rise)}"
+            f"the rising one {ratio(rise)} times. {missing_term(study, curves, flat, rise)}"
         )
     return sentence
 
@@ -232,6 +235,7 @@ def missing_term(study: Study, curves: Sequence[Curve], flat: float, rise: float
     """The term that the model lacks, measured at one width and tried at the others."""
     if max(flat, 1 / flat) < max(rise, 1 / rise):
         return f"The missing term is arithmetic, at {percent(100 / rise)} of the rate of a large product."
+    explained = tried = 0
     said = []
     for dtype, (rows, width) in sorted(study.rows_paid.items()):
         others = [c for c in curves if c.work.dtype == dtype and c.work.sizes["width"] != width]
@@ -239,32 +243,27 @@ def missing_term(study: Study, curves: Sequence[Curve], flat: float, rise: float
         if not ratios:
             continue
         close = sum(1 / AGREE <= r <= AGREE for r in ratios)
+        explained, tried = explained + close, tried + len(ratios)
         said.append(
             f"in {dtype} one of 2 rows or more lasts as long as {rows:.0f} rows at the full rate (measured "
-            f"at "
-            f"width {width:,}), and with that term {close} of {len(ratios)} knees of the other widths lie "
-            f"within "
-            f"a factor {AGREE:g} (measured over predicted {ratio(min(ratios))} to {ratio(max(ratios))})"
+            f"at width {width:,}), and with that term {close} of {len(ratios)} knees of the other widths lie "
+            f"within a factor {AGREE:g} (measured over predicted {span_of(ratios)})"
         )
-    narrow = [
-        c for c in curves if c.predictions[0].bound == "launch" and not 1 / AGREE <= c.agreement <= AGREE
-    ]
-    times = [flat_per_layer(curve) for curve in narrow]
-    shortest = (
-        f" Where launches bound the model, a layer lasts {significant(min(times))} to "
-        f"{significant(max(times))} µs "
-        f"instead of {significant(1e6 * narrow[0].limits.launch_s, 2)} µs per launch: a product has a "
-        f"shortest "
-        "duration of its own."
-        if narrow
-        else ""
-    )
+    narrow = [c for c in curves if c.predictions[0].bound == "launch" and within(c.agreement) != "yes"]
+    shortest = ""
+    if narrow:
+        times = [flat_per_layer(curve) for curve in narrow]
+        launch = significant(1e6 * narrow[0].limits.launch_s, 2)
+        shortest = (
+            f" Where launches bound the model, a layer lasts {span_of(times)} µs instead of {launch} µs per "
+            "launch: a product has a shortest duration of its own."
+        )
     if not said:
-        return (
-            "The missing term is in the flat piece; no wide MLP was measured that would tell its cause."
-            + shortest
-        )
-    return f"The missing term is the price of a small product: {'; '.join(said)}.{shortest}"
+        return f"The missing term is in the flat piece; no wide MLP shows its cause.{shortest}"
+    opening = (
+        "The missing term is" if explained == tried else "One missing term, but not all that is missing, is"
+    )
+    return f"{opening} the price of a small product: {'; '.join(said)}.{shortest}"
 
 
 def corrected_ratio(study: Study, curve: Curve) -> float | None:
@@ -306,10 +305,8 @@ def bought(study: Study) -> str:
             )
     note = (
         "Throughput gained is the largest throughput over that of batch 1. The batch with 90 % of the "
-        "largest "
-        "throughput is the one to take when latency matters at all; its latency is what it costs. Where it "
-        "is "
-        "the largest batch measured, throughput may still be rising."
+        "largest throughput is the one to take when latency matters at all; its latency is what it costs. "
+        "Where it is the largest batch measured, throughput may still be rising."
     )
     return f"{note}\n\n{markdown_table(rows, left=['dtype', 'bound there by'])}"
 
@@ -337,21 +334,36 @@ def model(study: Study) -> str:
     )
     cache = study.place.get("cache_bytes")
     where = (
-        f"The last cache holds {quantity(cache, 'B')}: a working set below that stays in it from one "
-        f"forward to "
-        "the next, and its bandwidth is the cache's."
+        f"The last cache holds {quantity(cache, 'B')}: a working set below that stays in it from one forward "
+        "to the next, and its bandwidth is the cache's."
         if cache
         else "The size of the last cache is not known here."
     )
     return (
-        "A forward takes at least the call, and then per layer the longest of three times: its launches, its "
-        "bytes (weights once, activations B times) at the bandwidth measured for a working set of the case's "
-        "size, and its FLOPs at the rate of a large matrix product. The ridge batch of a linear layer is "
-        "B* = bytes per parameter × FLOP/s ÷ (2 × bandwidth); with activations B* ÷ (1 − 2 B*/width), and at "
-        "least so much that the arithmetic outlasts a launch. Call and launch come from MLPs of width 16 and "
-        "depth 2, 8 and 32, measured between the other cases; the rest from the ceilings at the end.\n\n"
+        "A forward takes at least the call, and then per layer the longest of three times: its launches, "
+        "its bytes (weights once, activations B times) at the bandwidth measured for a working set of the "
+        "case's size, and its FLOPs at the rate of a large matrix product. The ridge batch of a linear "
+        "layer is B* = bytes per parameter × FLOP/s ÷ (2 × bandwidth); with activations B* ÷ (1 − 2 "
+        "B*/width), and at least so much that the arithmetic outlasts a launch. Call and launch come from "
+        "MLPs of width 16 and depth 2, 8 and 32, measured between the other cases; the rest from the "
+        "ceilings at the end.\n\n"
         + markdown_table(rows, left=["clock", "dtype"])
-        + f"\n\n{where}\n\n{rates}"
+        + f"\n\n{beyond(study)}{where}\n\n{rates}"
+    )
+
+
+def beyond(study: Study) -> str:
+    """What MLPs reached beyond the ceilings, as sentences and a space; empty for nothing."""
+    said = [
+        f"{quantity(limit.value, 'FLOP/s' if limit.what == 'FLOP rate' else 'B/s')} by {limit.work.name} "
+        f"({limit.work.dtype}) at batch {limit.batch}"
+        for limit in study.reached
+    ]
+    if not said:
+        return ""
+    return (
+        f"Cases of this run went beyond the ceilings that were measured before it: {words(said)}. A limit "
+        "that is exceeded is none, so the model takes these. "
     )
 
 
@@ -395,7 +407,7 @@ def width_sweep(study: Study) -> str:
                 "a launch, µs": significant(1e6 * curve.limits.launch_s, 2),
                 "rising piece": f"{ratio(factors.rise)}×" if factors else None,
                 "batch 2 ÷ 1": ratio(curve.at(2) / curve.at(1)) if curve.at(1) and curve.at(2) else None,
-                "best FLOP rate": percent(100 * rate_reached(curve)),
+                "best FLOP rate": percent(100 * curve.rate_share),
                 "knee with the term": knee_text(study.corrected_knee(curve)),
                 "measured ÷ that": ratio(corrected),
                 f"within {AGREE:g}": within(corrected),
@@ -413,14 +425,11 @@ def width_sweep(study: Study) -> str:
     )
     second = (
         "What the model lacks. Flat and rising piece are measured over predicted latency of the two pieces "
-        "of "
-        "the fit; measured over predicted knee is the first divided by the second. The best FLOP rate is "
-        "that "
-        "of the fastest batch, relative to a large product. The term: every product of two rows or more "
-        "lasts "
-        "at least as long as one of so many rows at the full rate, because the routine works in tiles of "
-        "rows "
-        "or reorders the weights first. It is the median over the batches from 2 to B* of the widest MLP"
+        "of the fit; measured over predicted knee is the first divided by the second. The best FLOP rate is "
+        "that of the fastest batch, relative to a large product. The term: every product of two rows or "
+        "more lasts at least as long as one of so many rows at the full rate, because the routine works in "
+        "tiles of rows or reorders the weights first. It is the median over the batches from 2 to B* of the "
+        "widest MLP that reaches the full rate"
         + (f" ({paid})" if paid else "")
         + "; at the other widths it is a prediction. A single row is spared it: a matrix and a vector are "
         "multiplied by another routine."
@@ -450,12 +459,6 @@ def farthest(study: Study) -> str:
         f"Farthest above the model lies {curve.work.name} ({curve.work.dtype}) at batch {batch}: "
         f"{ratio(excess)} times its time."
     )
-
-
-def rate_reached(curve: Curve) -> float:
-    """The largest FLOP rate of a curve's batches, as a share of the ceiling."""
-    rates = [curve.work.flops(b) / s for b, s in zip(curve.batches, curve.seconds, strict=True)]
-    return max(rates) / curve.limits.flop_rate
 
 
 def resnet(study: Study) -> str:
@@ -531,7 +534,7 @@ def network(study: Study) -> str:
     last = max(cell["batch_size"] for cell in found["cells"])
     care = (
         f'"Small networks do not care about batch from 1 to 512": the largest batch ({last}) takes '
-        f"{ratio(min(growths))} to {ratio(max(growths))} times as long as the smallest, so the claim "
+        f"{span_of(growths)} times as long as the smallest, so the claim "
         + ("holds here." if max(growths) <= FREE else "does not hold here.")
     )
     return f"P50 in ms, from `{found['source']}`.\n\n{markdown_table(rows, left=['dtype'])}\n\n{care}"
@@ -571,8 +574,8 @@ def single_layers(study: Study) -> str:
         )
     sentences = [
         "A convolution uses each weight once per output pixel, so its ridge is at B·H·W = B*: at the sizes "
-        "of an "
-        "image network that is below one image, and batching buys only fewer launches and fuller cores.",
+        "of an image network that is below one image, and batching buys only fewer launches and fuller "
+        "cores.",
         pooling(study),
     ]
     return markdown_table(rows, left=["bound at batch 1 by"]) + "\n\n" + " ".join(s for s in sentences if s)
@@ -653,11 +656,9 @@ def decoder(study: Study) -> str:
     ]
     return (
         "One decoder block, width 1,024, fp32, one new token per sequence. Attention's share is the time "
-        "that the "
-        "block takes beyond the same block without it. The projections' weights serve the whole batch; a "
-        "cache "
-        "serves its own sequence only, so attention gains nothing from a batch. "
-        f"Batching bought {words(gains)}.\n\n{markdown_table(rows)}"
+        "that the block takes beyond the same block without it. The projections' weights serve the whole "
+        "batch; a cache serves its own sequence only, so attention gains nothing from a batch. Batching "
+        f"bought {words(gains)}.\n\n{markdown_table(rows)}"
     )
 
 
@@ -670,9 +671,8 @@ def attention_answer(study: Study) -> str:
     verdict = "stays small" if most["share"] < 0.2 else "does not stay small"
     return (
         f"With a KV cache attention's share {verdict}: {percent(100 * max(least['share'], 0))} of a decoder "
-        f"block "
-        f"at context {least['context']:,}, batch {least['batch']}; {percent(100 * most['share'])} at context "
-        f"{most['context']:,}, batch {most['batch']}."
+        f"block at context {least['context']:,}, batch {least['batch']}; {percent(100 * most['share'])} at "
+        f"context {most['context']:,}, batch {most['batch']}."
     )
 
 
@@ -698,21 +698,17 @@ def experts(study: Study) -> str:
     ridge = study.ridge(balanced, balanced.batches[-1])
     sentences = [
         f"{EXPERTS} experts of two layers, 1,024 → 2,048 → 1,024, each token to {CHOSEN} of them; the "
-        f"experts run "
-        f"one after another, and the routing is made before the clock runs. Skewed tokens choose by Zipf "
-        f"weights "
-        f"of exponent {SKEW:g}.",
+        "experts run one after another, and the routing is made before the clock runs. Skewed tokens "
+        f"choose by Zipf weights of exponent {SKEW:g}.",
         f"The knee should move from B* = {batch_text(ridge)} to the B at which an expert sees so many "
-        f"tokens, "
-        f"B*·E/k = {batch_text(ridge_batch_experts(ridge, CHOSEN, EXPERTS))}.",
+        f"tokens, B*·E/k = {batch_text(ridge_batch_experts(ridge, CHOSEN, EXPERTS))}.",
         *(
             f"{routing.capitalize()}: fitted knee {knee_text(curve.knee)}, of the model "
             f"{knee_text(curve.predicted_knee)}."
             for routing, curve in curves.items()
         ),
         f"Below {EXPERTS // CHOSEN} tokens a larger balanced batch reads more weights, not the same ones: "
-        f"latency "
-        "rises there for another reason than arithmetic.",
+        "latency rises there for another reason than arithmetic.",
         skew_sentence(curves),
     ]
     return " ".join(s for s in sentences if s) + "\n\n" + markdown_table(rows)
@@ -731,13 +727,10 @@ def skew_sentence(curves: dict[str, Curve]) -> str:
     last = batches[-1]
     largest = max(len(tokens) for tokens in routes("skewed", last, EXPERTS, CHOSEN))
     return (
-        f"From {batches[0]} tokens on skewed routing takes {ratio(min(ratios))} to {ratio(max(ratios))} "
-        f"times as "
-        f"long as balanced (median {ratio(float(np.median(ratios)))}). On one device the work is the same; "
-        f"with a "
-        f"device per expert the fullest would decide, "
-        f"{ratio(largest / tokens_per_expert(last, CHOSEN, EXPERTS))} "
-        f"times the mean load at {last:,} tokens (computed, not run)."
+        f"From {batches[0]} tokens on skewed routing takes {span_of(ratios)} times as long as balanced "
+        f"(median {ratio(float(np.median(ratios)))}). On one device the work is the same; with a device per "
+        f"expert the fullest would decide, {ratio(largest / tokens_per_expert(last, CHOSEN, EXPERTS))} times "
+        f"the mean load at {last:,} tokens (computed, not run)."
     )
 
 
@@ -847,10 +840,9 @@ def graph_answer(study: Study) -> str:
         return ""
     first, last = [row["first"] for row in rows], [row["last"] for row in rows]
     return (
-        f"A CUDA graph makes batch 1 {ratio(min(first))} to {ratio(max(first))} times faster (median "
-        f"{ratio(float(np.median(first)))}), the largest batch {ratio(min(last))} to {ratio(max(last))} "
-        f"times "
-        f"(median {ratio(float(np.median(last)))})."
+        f"A CUDA graph makes batch 1 {span_of(first)} times faster (median "
+        f"{ratio(float(np.median(first)))}), the largest batch {span_of(last)} times (median "
+        f"{ratio(float(np.median(last)))})."
     )
 
 
@@ -875,8 +867,7 @@ def graphs(study: Study) -> str:
     )
     return (
         "Wall times. Without a graph the launches of a small batch hide the rest, and hide also what a "
-        "larger batch "
-        f"costs: batches look free for longer.\n\n{table}"
+        f"larger batch costs: batches look free for longer.\n\n{table}"
     )
 
 
@@ -903,15 +894,12 @@ def method(record: Record, study: Study) -> str:
     errors = [check["relative_error"] for check in record.checks if check["relative_error"] is not None]
     sentences = [
         "Cases, batches and backends are measured in rounds spread over the whole run, in random order, so "
-        "that "
-        "heat and neighbours meet all of them alike; medians are compared.",
-        f"The knee is the batch where a flat piece and a piece proportional to the batch meet on log-log "
-        f"axes; "
-        f"its {INTERVAL} % interval draws trials and residuals anew.",
-        f"The outputs of the first items of every batch were compared with float64 on the CPU, before and "
-        f"after "
-        f"timing: {count(len(record.checks), 'check')}, {sum(not c['passed'] for c in record.checks)} failed"
-        + (f", largest relative error {max(errors):.1e}." if errors else "."),
+        "that heat and neighbours meet all of them alike; medians are compared.",
+        "The knee is the batch where a flat piece and a piece proportional to the batch meet on log-log "
+        f"axes; its {INTERVAL} % interval draws trials and residuals anew.",
+        "The outputs of the first items of every batch were compared with float64 on the CPU, before and "
+        f"after timing: {count(len(record.checks), 'check')}, {sum(not c['passed'] for c in record.checks)} "
+        "failed" + (f", largest relative error {max(errors):.1e}." if errors else "."),
         f"Left out because they are too large for this machine: {'; '.join(trimmed)}." if trimmed else "",
         f"{count(len(few), 'cell')} of {len(record.cells)} had fewer than 20 trials, "
         f"{count(len(drifting), 'cell')} drifted by more than 5 %.",

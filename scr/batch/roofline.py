@@ -235,7 +235,7 @@ def published() -> list[Published]:
             "H200, fp32, 51 TFLOP/s and 4.24 TB/s",
             "not given",
             f"{h200:.1f}; {ridge_batch_with_activations(h200, 1024, 1024):.1f} with activations at width "
-            f"1024",
+            "1024",
             "measured rates, TF32 off",
         ),
         Published(
@@ -255,8 +255,7 @@ def published() -> list[Published]:
             "224",
             f"224² = {224 * 224:,}",
             f"so its ridge batch is B*/224² = {ridge_batch_convolution(t4_tensor, 224, 224):.4f} on the "
-            f"fp16 T4: "
-            "reached within one image",
+            "fp16 T4: reached within one image",
         ),
         Published(
             "192 KB of shared memory",
