@@ -126,6 +126,21 @@ def test_without_device_activity_no_claim_about_kernels_is_decided(ran):
     assert {claim.verdict for claim in kernels} == {claims.MISSING}
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "one"),
+    [
+        (["confirmed", "confirmed"], "confirmed"),
+        (["refuted", "undecided"], "refuted"),
+        (["confirmed", "undecided"], "partly"),
+        (["confirmed", "refuted", claims.MISSING], "partly"),
+        ([claims.MISSING], claims.MISSING),
+        ([], claims.MISSING),
+    ],
+)
+def test_several_tests_give_one_verdict(verdicts, one):
+    assert claims.overall(verdicts) == one
+
+
 def test_a_way_that_fails_is_dropped_and_one_that_cannot_run_is_unavailable():
     backends.register("k/failed", RuntimeError("no\nmore"))
     backends.register("k/missing", Fault("needs a GPU"))

@@ -42,9 +42,14 @@ def shown(comparison: Comparison | None) -> str:
 
 
 def overall(verdicts: Iterable[str]) -> str:
-    """One verdict for several tests of a claim: theirs if they agree, else partly."""
+    """One verdict for several tests of a claim.
+
+    Theirs if they agree; refuted if one refutes it and none confirms it; partly if some confirm it.
+    """
     found = {verdict for verdict in verdicts if verdict != MISSING}
-    return MISSING if not found else found.pop() if len(found) == 1 else "partly"
+    if len(found) <= 1:
+        return found.pop() if found else MISSING
+    return "partly" if "confirmed" in found or "partly" in found else "refuted"
 
 
 def all_claims(view: View) -> list[Claim]:
