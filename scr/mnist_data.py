@@ -77,6 +77,7 @@ def load_digits(data_dir: Path | str, download: bool = True) -> Digits:
     found = _find(raw, tuple(FILES))
     source = "MNIST, IDX files from disk"
     if not found and download:
+        print(f"downloading MNIST (11 MB) into {shown(data_dir)}", file=sys.stderr)
         problem = download_files(data_dir)
         if problem is None:
             found = _find(raw, tuple(FILES))

@@ -50,13 +50,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def draw_all(summary: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the three pictures of a run into `folder`; returns their paths."""
+    """Draw the pictures of a run into `folder`, those of its test only if it has one; returns their paths."""
+    pictures = {"training_curves.png": draw_curves}
+    if "confusion" in summary:
+        pictures |= {"confusion_matrix.png": draw_confusion, "mistakes.png": draw_mistakes}
     drawn = []
-    for name, draw in (
-        ("training_curves.png", draw_curves),
-        ("confusion_matrix.png", draw_confusion),
-        ("mistakes.png", draw_mistakes),
-    ):
+    for name, draw in pictures.items():
         figure = draw(summary)
         with replace_atomic(folder / name) as temporary:
             # Without a fixed Software entry the bytes would change with matplotlib's version alone.
@@ -146,18 +145,21 @@ def write_report(output: Path, path: Path) -> Path:
     if not (summary or study or search or speeds):
         raise Fault(f"{shown(output)} holds no training results; run `python scr/train_mnist.py` first.")
     parts = ["# Training"]
-    if summary:
-        parts += _checkpoint_part(summary)
-    if study:
-        parts += _study_part(study)
-    if search:
-        parts += _search_part(search)
-    if speeds:
-        parts += _speed_part(speeds)
-    if summary and summary.get("half_precision"):
-        parts += _half_part(summary["half_precision"])
-    if exported:
-        parts += _export_part(exported)
+    try:
+        if summary:
+            parts += _checkpoint_part(summary)
+        if study:
+            parts += _study_part(study)
+        if search:
+            parts += _search_part(search)
+        if speeds:
+            parts += _speed_part(speeds)
+        if summary and summary.get("half_precision"):
+            parts += _half_part(summary["half_precision"])
+        if exported:
+            parts += _export_part(exported)
+    except (KeyError, TypeError) as error:
+        raise Fault(f"a result in {shown(output)} is partial or foreign ({error}); make it again.") from error
     parts.append(
         "Every number, table and picture here is made from `output/*.json` by "
         "`python scr/train_mnist.py --redraw`."
@@ -176,7 +178,14 @@ def _percent(fraction: float) -> str:
 
 
 def _checkpoint_part(summary: dict[str, Any]) -> list[str]:
-    recipe, mistakes = summary["recipe"], summary["test_images"] - np.trace(summary["confusion"])
+    recipe = summary["recipe"]
+    test = "The test set was not used."
+    if "confusion" in summary:
+        mistakes = summary["test_images"] - np.trace(summary["confusion"])
+        test = (
+            f"The test set, used once, gives **{_percent(summary['test_accuracy'])}**: {mistakes} mistakes "
+            f"in {summary['test_images']:,}."
+        )
     provenance = "; ".join(f"`{name}`: {what}" for name, what in summary["data_provenance"].items())
     warning = [f"**{summary['data_source']}.**"] if summary["data_is_subset"] else []
     return [
@@ -185,8 +194,7 @@ def _checkpoint_part(summary: dict[str, Any]) -> list[str]:
         f"`output/best_model.pth`: recipe `{recipe['name']}`, seed {summary['options']['seed']}, trained on "
         f"{summary['speed']['device']} with {summary['train_images']:,} images; epoch "
         f"{summary['best_epoch']} of {recipe['epochs']} was chosen by {summary['validation_images']:,} "
-        f"validation images ({_percent(summary['validation_accuracy'])}). The test set, used once, gives "
-        f"**{_percent(summary['test_accuracy'])}**: {mistakes} mistakes in {summary['test_images']:,}.",
+        f"validation images ({_percent(summary['validation_accuracy'])}). {test}",
         f"Data: {summary['data_source']}. {provenance}.",
         f"Recipe: {_recipe_words(recipe)}.",
     ]

@@ -15,6 +15,8 @@ import torch_model
 from harness.cli import Fault
 from harness.paths import ROOT, replace_atomic, write_atomic
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def state():

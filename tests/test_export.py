@@ -20,6 +20,8 @@ from harness.cli import Fault
 from harness.paths import ROOT
 from harness.tolerances import compare
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

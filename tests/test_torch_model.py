@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mnist_files
 import torch_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_parameter_counts_by_each_convention():
     assert torch_model.count_params(torch_model.DepthwiseMNIST()) == {

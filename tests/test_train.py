@@ -2,7 +2,10 @@
 
 import dataclasses
 import hashlib
+import io
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +24,8 @@ import training
 import training_report
 from harness.cli import Fault, parse_settings
 from harness.paths import CONCLUSIONS, OUTPUT, ROOT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = dataclasses.replace(training.RECIPES["default"], epochs=3, batch_size=20)
 AVERAGED = dataclasses.replace(training.RECIPES["best"], epochs=3, batch_size=20, average_decay=0.5)
@@ -337,12 +342,35 @@ def test_a_killed_training_resumes_to_the_same_weights(finished, data_dir, tmp_p
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
+def test_half_precision_is_added_to_the_account(finished, data_dir, tmp_path):
+    for name in ("best_model.pth", "best_model.json"):
+        shutil.copy(finished[0] / name, tmp_path)
+    words = ["--data-dir", data_dir, "--output", tmp_path, "--half", "--device", "cpu"]
+    train_mnist.half(settings(*words))
+    summary = training_report.read_json(tmp_path / "best_model.json")
+    entries = summary["half_precision"]["entries"]
+    assert {entry["dtype"] for entry in entries} == {"float32", "float16", "bfloat16"}
+    assert "## Half precision" in (tmp_path / "training.md").read_text()
+    elsewhere = {**entries[0], "device": "another"}
+    del summary["schema_version"]
+    training_report.write_json(
+        tmp_path / "best_model.json", {**summary, "half_precision": {"entries": [elsewhere, entries[0]]}}
+    )
+    train_mnist.half(settings(*words))
+    merged = training_report.read_json(tmp_path / "best_model.json")["half_precision"]["entries"]
+    assert merged == [elsewhere, *entries]
+    training_report.write_json(tmp_path / "best_model.json", {**summary, "checkpoint_sha256": "another's"})
+    with pytest.raises(Fault, match="of another checkpoint"):
+        train_mnist.half(settings(*words))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--study", "--redraw"), "--study and --redraw exclude each other"),
         (("--epochs", "0"), "--epochs must be at least 1"),
-        (("--output", "/nowhere-at-all", "--redraw"), "holds no training results"),
+        (("--seed", "-1"), "--seed must be a whole number"),
+        (("--output", __file__), "is no folder to write to"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_sentence(words, message, monkeypatch):
@@ -402,10 +430,39 @@ def test_search_ranks_by_validation_and_names_what_is_missing():
     assert "Stopped before these were done: `c`" in text and "2.00 %" in text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"schema_version": 9}'])
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_bar_shows_loss_and_time_left(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    words = ["--data-dir", data_dir, "--output", tmp_path, "--epochs", 1, "--batch-size", 5]
+    train_mnist.train(settings(*words, "--device", "cpu"))
+    text = sys.stderr.getvalue()
+    assert "loss=" in text and "11/11" in text
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", text), "no time left"
+
+
+def test_training_without_the_test_set_can_be_redrawn(data_dir, tmp_path):
+    words = ["--data-dir", data_dir, "--output", tmp_path, "--epochs", 1, "--device", "cpu"]
+    train_mnist.train(settings(*words, "--no-test"))
+    assert "test_accuracy" not in training_report.read_json(tmp_path / "best_model.json")
+    train_mnist.redraw(settings("--output", tmp_path))
+    assert "The test set was not used." in (tmp_path / "training.md").read_text()
+
+
+def test_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(Fault, match="holds no training results"):
+        train_mnist.redraw(settings("--output", tmp_path, "--redraw"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"schema_version": 1}', '{"a": 1}', '{"schema_version": 9}']
+)
 def test_damaged_results_are_refused(tmp_path, content):
     (tmp_path / "best_model.json").write_text(content)
-    with pytest.raises(Fault, match=r"best_model\.json"):
+    with pytest.raises(Fault, match=r"best_model\.json|partial or foreign"):
         training_report.write_report(tmp_path, tmp_path / "training.md")
 
 
