@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.analysis import check_record, groups
+from harness.analysis import Group, check_record, groups
 from harness.cli import Fault
 from harness.paths import shown
 from harness.record import Record, load
@@ -50,12 +50,16 @@ def load_complete(path: Path) -> Record:
     return record
 
 
+def paired_groups(first: Record, second: Record) -> list[tuple[Group, Group | None]]:
+    """Every group of the first run with the second's of the same study, case and dtype, if there is one."""
+    others = {(g.study, g.case, g.dtype): g for g in groups(second)}
+    return [(group, others.get((group.study, group.case, group.dtype))) for group in groups(first)]
+
+
 def changes(before: Record, after: Record) -> list[Change]:
     """Every cell that both runs measured. Rounds of two runs do not pair."""
     found = []
-    others = {(g.study, g.case, g.dtype): g for g in groups(after)}
-    for group in groups(before):
-        other = others.get((group.study, group.case, group.dtype))
+    for group, other in paired_groups(before, after):
         if other is None:
             continue
         for size in group.batch_sizes:
@@ -71,10 +75,8 @@ def changes(before: Record, after: Record) -> list[Change]:
 
 def lost_cells(before: Record, after: Record) -> list[str]:
     """Cells of the first run that the second lacks."""
-    later = {(g.study, g.case, g.dtype): g for g in groups(after)}
     found = []
-    for group in groups(before):
-        other = later.get((group.study, group.case, group.dtype))
+    for group, other in paired_groups(before, after):
         for backend in group.backends:
             for size in group.batch_sizes:
                 if group.p50(backend, size) is not None and (
@@ -128,9 +130,7 @@ def comparison_text(paths: list[Path], records: list[Record], fail_percent: floa
 def contradictions(first: Record, second: Record) -> tuple[list[str], int]:
     """Pairs of backends that two runs decide in ways that cannot both be right, and how many were asked."""
     found, asked = [], 0
-    others = {(g.study, g.case, g.dtype): g for g in groups(second)}
-    for group in groups(first):
-        other = others.get((group.study, group.case, group.dtype))
+    for group, other in paired_groups(first, second):
         if other is None:
             continue
         for size in group.batch_sizes:
@@ -154,9 +154,7 @@ def pause_verdict(continuous: Record, paused: Record) -> str:
     """
     seconds = paused.settings.get("pause") or 0
     pairs = []
-    others = {(g.study, g.case, g.dtype): g for g in groups(paused)}
-    for group in groups(continuous):
-        other = others.get((group.study, group.case, group.dtype))
+    for group, other in paired_groups(continuous, paused):
         if other is None:
             continue
         for size in group.batch_sizes:
