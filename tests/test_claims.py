@@ -9,6 +9,13 @@ from harness.cli import Fault
 from harness.record import Record, rows_from, save
 
 
+SEEDS = [
+    {"accuracy": 0.99612, "recipe": "best"},
+    {"accuracy": 0.99700, "recipe": "best"},
+    {"recipe": "default"},
+]
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A repository with one run: `fast` takes 2 ms and `slow` 5 ms at batch 4, six rounds of three trials."""
@@ -21,7 +28,7 @@ def root(tmp_path, monkeypatch):
                 row |= {"trial": 3 * round_ + trial, "sequence": len(rows), "start_s": 0.1 * len(rows)}
                 rows.append(row | {"latency_ms": latency + 0.001 * trial})
     save(Record(rows_from(rows)), tmp_path / "run.npz")
-    (tmp_path / "facts.json").write_text(json.dumps({"seeds": [{"accuracy": 0.99612}]}))
+    (tmp_path / "facts.json").write_text(json.dumps({"seeds": SEEDS}))
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     claims._record.cache_clear()
     claims._json.cache_clear()
@@ -37,13 +44,15 @@ def root(tmp_path, monkeypatch):
         ("speedup run.npz fast slow 4", "2.50×"),
         ("verdict run.npz slow fast 4", "0.400× (0.400–0.400: slower)"),
         ("json facts.json seeds.0.accuracy {:.2%}", "99.61%"),
+        ("count facts.json seeds recipe=best", "2"),
+        ("mean facts.json seeds accuracy {:.2%} recipe=best", "99.66%"),
         ("given the article", "2.89×"),
     ],
 )
 def test_a_true_claim_passes_and_a_changed_digit_fails(root, query, text):
     assert claims.check(f"It is <!--= {query} -->{text}<!--/-->, as seen.") == []
     if not query.startswith("given"):
-        changed = text.replace(text[-3], "7", 1) if text[-3].isdigit() else "7" + text
+        changed = "7" + text[1:]
         (mismatch,) = claims.check(f"Line\nIt is <!--= {query} -->{changed}<!--/-->.")
         assert mismatch.line == 2 and mismatch.expected == text
         assert claims.update(f"<!--= {query} -->{changed}<!--/-->") == f"<!--= {query} -->{text}<!--/-->"
@@ -68,6 +77,7 @@ def test_code_links_and_plain_numbers_are_left_alone():
         "wish run.npz fast 4",
         "given",
         "json facts.json seeds.7.accuracy {}",
+        "mean facts.json seeds accuracy {} recipe=none",
         "time run.npz fast 4 latency_ms=3",
     ],
 )

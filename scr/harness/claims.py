@@ -8,6 +8,8 @@ A claim is a pair of HTML comments, invisible when rendered, around the text tha
     speedup FILE BACKEND BASELINE BATCH [column=value …]  ratio of two cells of one run: 1.83×
     verdict FILE BACKEND BASELINE BATCH [column=value …]  the same with its interval and its verdict in words
     json FILE KEY.KEY… FORMAT                           an entry of a JSON file, by Python's format language
+    count FILE KEY.KEY… [field=value …]                 entries of a JSON list whose fields read so
+    mean FILE KEY.KEY… FIELD FORMAT [field=value …]     mean of a field over them
     given REASON …                                      a number that no run produced, and where it comes from
 
 FILE is relative to the repository. A measured-looking number outside a claim is a fault too.
@@ -19,6 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import statistics
 from harness.cli import Fault
@@ -103,11 +106,21 @@ def verdict(file: str, backend: str, baseline: str, batch: str, *labels: str) ->
 
 
 def json_entry(file: str, path: str, form: str) -> str:
-    """The entry at dotted `path`, list positions as numbers, formatted by `form` such as {:.2f}%."""
-    value = _json(file)
-    for key in path.split("."):
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    return form.replace("_", " ").format(value)
+    """The entry at dotted `path`, list positions as numbers, formatted by `form` such as {:.2f}_%."""
+    return form.replace("_", " ").format(_entry(file, path))
+
+
+def count(file: str, path: str, *filters: str) -> str:
+    """How many entries of the list at `path` there are, of those whose fields read as the filters say."""
+    return str(len(_entries(file, path, filters)))
+
+
+def mean(file: str, path: str, field: str, form: str, *filters: str) -> str:
+    """Mean of `field` over those entries."""
+    values = [entry[field] for entry in _entries(file, path, filters)]
+    if not values:
+        raise ValueError("no entry fits")
+    return form.replace("_", " ").format(sum(values) / len(values))
 
 
 QUERIES: dict[str, Callable[..., str]] = {
@@ -115,7 +128,23 @@ QUERIES: dict[str, Callable[..., str]] = {
     "speedup": speedup,
     "verdict": verdict,
     "json": json_entry,
+    "count": count,
+    "mean": mean,
 }
+
+
+def _entry(file: str, path: str) -> Any:
+    """The entry of a JSON file at dotted `path`."""
+    value = _json(file)
+    for key in path.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def _entries(file: str, path: str, filters: tuple[str, ...]) -> list[dict]:
+    """The entries of the list at `path` whose fields, as text, are what the filters field=value say."""
+    wanted = [tuple(one.split("=", 1)) for one in filters]
+    return [entry for entry in _entry(file, path) if all(str(entry[k]) == v for k, v in wanted)]
 
 
 def _comparison(
