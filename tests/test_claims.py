@@ -8,7 +8,6 @@ from harness import claims
 from harness.cli import Fault
 from harness.record import Record, rows_from, save
 
-
 SEEDS = [
     {"accuracy": 0.99612, "recipe": "best"},
     {"accuracy": 0.99700, "recipe": "best"},
