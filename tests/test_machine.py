@@ -55,8 +55,7 @@ def test_warnings():
     assert machine.warnings(quiet, [0.1, 0.1, 0.1], 8) == []
     assert machine.warnings({"source": None, "low_power_mode": None}, [0.4, 2.0, 2.0], 2) == []
     found = machine.warnings({"source": "battery", "low_power_mode": True}, [3.0, 0.0, 0.0], 8)
-    assert [word in line for word, line in zip(("battery", "Low-power", "3.0 on 8"), found, strict=True)]
-    assert len(found) == 3
+    assert all(word in line for word, line in zip(("battery", "Low-power", "3.0 on 8"), found, strict=True))
 
 
 def test_the_command_holds_no_path_of_this_machine(tmp_path):
