@@ -2,7 +2,6 @@
 
 MACHINE = "Apple M1, 8 GB"
 LABEL = "published, M1"
-TRIALS = 200  # per cell, after 30 warm-ups
 BATCH_SIZES = (1, 16, 64, 128, 256, 512)
 
 # P50 in ms per forward; "torch" ran on MPS.
@@ -11,10 +10,6 @@ P50_MS = {
     "mlx": dict(zip(BATCH_SIZES, (2.858, 9.372, 37.556, 79.516, 165.108, 331.672), strict=True)),
     "mlx-fused": dict(zip(BATCH_SIZES, (1.917, 4.406, 12.999, 29.516, 59.509, 126.967), strict=True)),
 }
-
-RIDGE_FLOP_PER_BYTE = 39.1
-PEAK_TFLOP_S = 2.66
-BANDWIDTH_GB_S = 68.0
 
 
 def speedup(backend: str, baseline: str, batch_size: int) -> float | None:

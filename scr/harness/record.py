@@ -117,18 +117,6 @@ def load(path: Path | str) -> Record:
     return Record(rows=rows, **documents)
 
 
-def merge(records: list[Record]) -> Record:
-    """One record out of several of one run: rows, checks and cells appended, the rest from the first."""
-    first = records[0]
-    return Record(
-        rows=pd.concat([record.rows for record in records], ignore_index=True),
-        environment=first.environment,
-        settings=first.settings,
-        checks=[check for record in records for check in record.checks],
-        cells=[cell for record in records for cell in record.cells],
-    )
-
-
 def _array_type(kind: type) -> type:
     """The NumPy type of a column: text columns are fixed-width Unicode, never objects."""
     return np.str_ if kind is str else kind

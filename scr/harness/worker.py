@@ -206,11 +206,6 @@ class Session:
         gc.freeze()  # a framework's objects are many: each burst collects only what came after
         return {"target": backend.target, "build_s": self.clock() - start, "facts": backend.facts()}
 
-    def close(self, key: str) -> None:
-        """Forget a backend."""
-        self.backends.pop(key, None)
-        gc.collect()
-
     def batch(self, key: str, batch: Any) -> None:
         """Keep an input batch under `key` for later requests."""
         self.batches[key] = batch
