@@ -61,6 +61,11 @@ class Group:
     _samples: dict[Any, Sample | None] = field(default_factory=dict)
     _ratios: dict[Any, Comparison | None] = field(default_factory=dict)
 
+    @property
+    def is_network(self) -> bool:
+        """Whether this is the network that the article is about."""
+        return (self.study, self.case) == ("mnist", "network")
+
     @cached_property
     def rows(self) -> Any:
         """The group's rows."""
@@ -214,10 +219,12 @@ class Group:
 
 
 def groups(record: Record) -> list[Group]:
-    """The groups of a record that have latencies, in the order of the record."""
+    """The groups of a record that have latencies, in the order of its cells: rows come in random order."""
+    names = ["study", "case", "dtype"]
     rows = record.rows[record.rows["kind"] == "latency"]
-    keys = rows[["study", "case", "dtype"]].drop_duplicates()
-    return [Group(record, *map(str, key)) for key in keys.itertuples(index=False)]
+    timed = [tuple(map(str, key)) for key in rows[names].drop_duplicates().itertuples(index=False)]
+    order = dict.fromkeys(tuple(cell[name] for name in names) for cell in record.cells)
+    return [Group(record, *key) for key in dict.fromkeys([*order, *timed]) if key in timed]
 
 
 def _alone(column: np.ndarray) -> float:

@@ -87,7 +87,7 @@ def violins(group: Group) -> Figure:
 def bars(group: Group) -> Figure:
     """P50 with whiskers to P95, a panel per batch size, published figures beside."""
     sizes = group.batch_sizes[:MOST_PANELS]
-    shown = [name for name in group.backends if name in published.P50_MS] if _is_network(group) else []
+    shown = [name for name in group.backends if name in published.P50_MS] if group.is_network else []
     legend = [Line2D([], [], color="black", marker="|", linewidth=1, label="P95")]
     figure, panels = plots.panels_figure(
         [f"batch {n}" for n in sizes],
@@ -108,12 +108,14 @@ def bars(group: Group) -> Figure:
     return figure
 
 
-def speedups(group: Group) -> Figure:
-    """Speedup over the peer and over the best that needs no kernel of one's own."""
+def speedups(group: Group) -> Figure | None:
+    """Speedup over the peer and over the best that needs no kernel of one's own; None for one backend."""
+    if len(group.backends) < 2:
+        return None
     baselines = [name for name in (group.first_of(PEERS), *article_and_honest(group)) if name]
-    baselines = list(dict.fromkeys(baselines))[:2]
+    baselines = list(dict.fromkeys(baselines))[:2] or group.backends[:1]
     legend = plots.legend_lines(group.backends)
-    if _is_network(group):
+    if group.is_network:
         legend.append(PUBLISHED_LINE)
     legend.append(Patch(color="#999999", alpha=0.35, label="±2 %: equivalent"))
     figure, panels = plots.panels_figure(
@@ -130,7 +132,7 @@ def speedups(group: Group) -> Figure:
             points = {size: (c.ratio, c.low, c.high) for size, c in found.items() if c is not None}
             if name != baseline and points:
                 ratios[name] = points
-            if name != baseline and _is_network(group):
+            if name != baseline and group.is_network:
                 values = {size: published.speedup(name, baseline, size) for size in published.BATCH_SIZES}
                 values = {size: value for size, value in values.items() if value}
                 if values and name in ratios:
@@ -140,13 +142,16 @@ def speedups(group: Group) -> Figure:
     return figure
 
 
-def scaling(group: Group) -> Figure:
-    """Throughput and scaling efficiency over batch size."""
+def scaling(group: Group) -> Figure | None:
+    """Throughput and scaling efficiency over batch size; None where no backend ran at two sizes."""
+    efficiencies = _curves(group, group.scaling_percent)
+    if not any(efficiencies.values()):
+        return None
     legend = plots.legend_lines(group.backends)
-    if _is_network(group):
+    if group.is_network:
         legend.append(PUBLISHED_LINE)
     figure, (left, right) = plots.panels_figure(
-        ["throughput", "throughput ÷ (batch × throughput at batch 1)"],
+        ["throughput", "P50 at the smallest batch ÷ P50"],
         columns=2,
         height=3.2,
         legend=legend,
@@ -154,8 +159,8 @@ def scaling(group: Group) -> Figure:
     )
     sizes = group.batch_sizes
     plots.draw_lines(left, _curves(group, group.throughput))
-    plots.draw_lines(right, _curves(group, group.scaling_percent))
-    if _is_network(group):
+    plots.draw_lines(right, efficiencies)
+    if group.is_network:
         names = [name for name in published.P50_MS if name in group.backends]
         known = {name: {n: ms for n, ms in published.P50_MS[name].items() if n in sizes} for name in names}
         first = published.BATCH_SIZES[0]
@@ -311,11 +316,6 @@ def _parts(group: Group) -> dict[str, Group]:
     kinds = {other.case: other for other in found if other.dtype == group.dtype}
     order = [*costs.mac_shares(), *kinds]
     return {kind: kinds[kind] for kind in sorted(kinds, key=order.index)}
-
-
-def _is_network(group: Group) -> bool:
-    """Whether the group is the network that figures were published for."""
-    return (group.study, group.case) == ("mnist", "network")
 
 
 def _curves(group: Group, value: Callable[[str, int], float | None]) -> dict[str, dict[int, float]]:
