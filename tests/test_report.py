@@ -14,7 +14,7 @@ from harness.cli import Fault
 from harness.ladder import crossovers, steps
 from harness.paths import ROOT
 from harness.record import load, save
-from harness.report import Companions, build, text
+from harness.report import Companions, build, screen_table, text
 from harness.tables import markdown_table, percent, ratio, significant
 from synthetic_record import expected_ms, make_gpu_record, make_record, unavailable_cells
 
@@ -86,6 +86,15 @@ def test_a_rebuild_gives_the_same_bytes_and_removes_stale_plots(tmp_path):
         assert not link.startswith("/") and (result.parent / link).exists(), link
 
 
+def test_the_screen_gets_few_columns_with_the_same_figures(record, markdown):
+    header, *lines = screen_table(record).splitlines()
+    assert header.split() == ["batch", "backend", "P50", "ms", "P95", "ms", "×", "torch"]
+    assert len(lines) == 4 * len(groups(record)[0].backends) and max(map(len, lines)) < 80
+    row = next(line for line in section(markdown, "Results").splitlines() if "| mlx-block |" in line)
+    p50, speedup = (row.split("|")[i].strip() for i in (3, 7))
+    assert any(p50 in line and speedup in line for line in lines if "mlx-block" in line)
+
+
 def test_needs_no_framework():
     program = (
         "import sys; sys.path.insert(0, 'scr'); import report, harness.report, harness.compare;"
@@ -109,10 +118,13 @@ def test_the_table_holds_what_numpy_computes(record, markdown):
 
 
 def test_no_speedup_without_interval_and_verdict(markdown):
-    for line in section(markdown, "Results").splitlines():
-        for cell in line.split(" | "):
-            if re.fullmatch(r"[\d.,]+ \[.*\].*|[\d.,]+ \(no interval\).*", cell):
-                assert cell.split()[-1] in ("faster", "slower", "equivalent", "undecided"), cell
+    table = [line.split("|") for line in section(markdown, "Results").splitlines() if line.startswith("|")]
+    columns = [i for i, name in enumerate(table[0]) if name.strip().startswith("× ")]
+    assert len(columns) == 3
+    cells = [line[i].strip() for line in table[2:] for i in columns]
+    said = re.compile(r"[\d.,]+ (\[[\d.,]+ *[\d.,]+\]|\(no interval\)) (faster|slower|equivalent|undecided)")
+    assert [cell for cell in cells if not said.fullmatch(cell) and cell not in ("1", "–")] == []
+    assert sum(bool(said.fullmatch(cell)) for cell in cells) > len(cells) / 2
 
 
 def test_few_trials_give_dashes_and_a_noisy_cell_is_flagged():
@@ -218,7 +230,7 @@ def test_clocks_are_listed_apart_and_missing_ones_named(markdown):
 def test_the_lazy_trap_is_shown_for_lazy_backends_only(markdown):
     body = section(markdown, "The lazy-evaluation trap")
     assert re.search(r"\| mlx \| 512 \| 0\.30\d \| 7,\d{3} \| 2\d,\d{3}× \|", body)
-    assert "`torch`, `torch-compile` and `onnxruntime` return only with the result" in body
+    assert "`torch`, `torch-compile` and `onnxruntime` return after more than 50 % of the true time" in body
     assert "| torch |" not in body
 
 
@@ -262,7 +274,43 @@ def test_crossovers_are_found_from_decided_verdicts(record):
 
 
 def test_runs_without_rungs_have_no_ladder():
-    assert "## The ladder" not in report_text(make_record(backends=("torch", "onnxruntime")))
+    result = report_text(make_record(backends=("torch", "onnxruntime")))
+    assert "## The ladder" not in result and "Is BatchNorm free" not in result
+    assert "Layers were not timed apart" in section(result, "Time by layer type")
+
+
+def test_groups_come_in_the_order_of_the_cells_not_of_the_first_rows():
+    parts = ("depthwise alone", "+ folded", "+ ReLU")
+    pieces = [make_record(backends=("mlx-fused",), batch_sizes=(1,), study="ablation", case=c) for c in parts]
+    mixed = joined(*pieces)
+    mixed.rows = mixed.rows.iloc[::-1].reset_index(drop=True)
+    assert [group.case for group in groups(mixed)] == list(parts)
+    body = sections.ablation(groups(mixed))
+    assert [line.split(" | ")[2] for line in body.splitlines()[4:]] == list(parts)
+
+
+@pytest.mark.parametrize("backends", [("mlx-block",), ("torch-compile",), ("mlx-block", "mlx-network")])
+def test_any_choice_of_backends_has_a_report(backends, tmp_path):
+    chosen = make_record(backends=backends, batch_sizes=(16,), trials=40)
+    build(chosen, tmp_path / "output" / "plots", tmp_path / "result.md")
+    body = section((tmp_path / "result.md").read_text(), "Results")
+    assert all(f"| {name} |" in body for name in backends) and f"× {backends[0]}" in body
+    assert ("speedup.png" in body) == (len(backends) > 1)
+
+
+def test_scaling_is_relative_to_the_smallest_batch_that_ran():
+    large = groups(make_record(backends=("torch",), batch_sizes=(16, 128), noise=0.0))[0]
+    expected = 100 * expected_ms("torch", 16) / expected_ms("torch", 128)
+    assert large.scaling_percent("torch", 128) == pytest.approx(expected, rel=0.01)
+    assert "P50 at the backend's smallest batch ÷ P50" in sections.results_note(large)
+
+
+def test_a_backend_that_failed_in_several_cases_is_one_backend():
+    main = make_record(backends=("torch", "mlx"), batch_sizes=(1,))
+    other = make_record(backends=("mlx",), batch_sizes=(1,), study="shapes", case="7×7×1024")
+    for check in (*main.checks[2:], *other.checks):
+        check |= {"passed": False, "relative_error": 0.1}
+    assert "1 backend failed." in sections.correctness(joined(main, other))
 
 
 def test_layer_times_and_ablation_are_used_when_present():
@@ -280,7 +328,8 @@ def test_layer_times_and_ablation_are_used_when_present():
     assert "depthwise takes 25 % of the time; the largest part is pointwise" in body
     assert re.search(r"\| mlx \| 16 \| depthwise \| 22\.\d \| 25 % \| 4\.8 % \|", body)
     body = section(result, "Is BatchNorm free")
-    assert re.search(r"\+ ReLU \| \d+ \| 0\.7\d \[0\.\d+, 0\.\d+\] slower", body)
+    slower = r"0\.7\d \[0\.\d+, 0\.\d+\] slower"
+    assert re.search(rf"\+ ReLU \| \d+ \| {slower} \| {slower} \|", body)
 
 
 def test_other_cases_and_half_precision_have_sections():

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import pandas as pd
+
 from harness import plots, published, sections
 from harness.analysis import Group, check_record, groups, machine_name
 from harness.compare import pause_verdict
 from harness.figures import FIGURES
 from harness.paths import write_atomic
 from harness.record import Record, load
+from harness.tables import DASH
 from harness.verdicts import five_sentences
 
 
@@ -65,9 +68,16 @@ def build(record: Record, plots_dir: Path, markdown_path: Path) -> None:
     write_atomic(markdown_path, text(record, found, links, source, Companions.find(plots_dir.parent)))
 
 
+def screen_table(record: Record) -> str:
+    """The main results in few columns, for a terminal."""
+    group = main_groups(groups(record))[0]
+    columns = ["batch", "backend", "P50 ms", "P95 ms", f"× {sections.comparison_baselines(group)[0]}"]
+    return pd.DataFrame(sections.result_rows(group))[columns].fillna(DASH).to_string(index=False)
+
+
 def main_groups(found: list[Group]) -> list[Group]:
     """The network's groups, one per dtype; where there are none, the first group."""
-    return [group for group in found if sections.is_network(group)] or found[:1]
+    return [group for group in found if group.is_network] or found[:1]
 
 
 def draw_all(main: list[Group], plots_dir: Path) -> dict[str, Path]:
@@ -115,7 +125,7 @@ def text(
         title = "Results" + (f", {group.dtype}" if len(main) > 1 else "")
         body = [sections.results_note(group)] if i == 0 else []
         body += [sections.results(group)]
-        body += [sections.honest_baseline(group)] if sections.is_network(group) else []
+        body += [sections.honest_baseline(group)] if group.is_network else []
         add(title, "\n\n".join(body), *(f"{name}{suffix}" for name in ("p50_bars", "speedup", "scaling")))
     add("Other precisions against float32", sections.precision(found))
     add("Other cases", sections.other_cases(others))
@@ -131,7 +141,7 @@ def text(
     add("Cold start and memory", sections.cold_start(first))
     add("Correctness", sections.correctness(record))
     add("Distributions", "", "timeline", "cdf", "violins")
-    if sections.is_network(first):
+    if first.is_network:
         add("Apple's chips, predicted", sections.apple_prediction())
     closing = "\n".join(f"{i}. {sentence}" for i, sentence in enumerate(five_sentences(first), start=1))
     add(f"What pays on this machine ({machine_name(record)})", closing)
@@ -146,7 +156,8 @@ def head(record: Record, source: str) -> str:
     return (
         f"# Benchmark result: {name}\n\nEvery number below was measured on **{on}** in one run, and is "
         f"computed from [{Path(source).name}]({source}) by `python scr/report.py`, except where it is "
-        f"marked as *published* (the article's, on an {published.MACHINE}) or as a *prediction*.{state}"
+        f"marked as *published* (the article's, on an {published.MACHINE}) or as a *prediction*, or said to "
+        f"come from the cost model, a datasheet, synthetic latencies or another run.{state}"
     )
 
 
@@ -157,17 +168,17 @@ def image(name: str, links: dict[str, str]) -> str:
 
 
 def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> None:
-    """The ladder's sections, for a run that has rungs."""
+    """The ladder, launches, time by layer type, and the fused kernel's parts where that kernel ran."""
     steps = sections.ladder_steps(first)
-    if not steps:
-        return
     add("The ladder: what each step buys", steps, "ladder")
-    add("Which rung wins at which batch", sections.winners(first))
+    if steps:
+        add("Which rung wins at which batch", sections.winners(first))
     add("Launches", sections.launches(first))
     shares = sections.layer_shares(found)
     add("Time by layer type", shares or "Layers were not timed apart in this run.", "layers")
     parts = sections.ablation(found)
-    add("Is BatchNorm free, is ReLU?", parts or "The kernel's parts were not timed apart in this run.")
+    if parts or "mlx-fused" in first.backends:
+        add("Is BatchNorm free, is ReLU?", parts or "The kernel's parts were not timed apart in this run.")
 
 
 def _paragraphs(*texts: str) -> str:

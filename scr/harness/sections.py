@@ -78,7 +78,7 @@ def machine_table(record: Record) -> str:
         ("memory", f"{facts['memory_gb']:g} GB" if facts.get("memory_gb") else None),
         ("system", f"{facts['os']}, {facts.get('architecture', '')}".rstrip(", ")),
         ("power", f"{power['source']}{mode}" if power.get("source") else None),
-        ("load average at the start", words(facts.get("load_average") or [], "·").replace(" · ", ", ")),
+        ("load average at the start", ", ".join(map(str, facts.get("load_average") or []))),
         (
             "versions",
             ", ".join(
@@ -87,7 +87,8 @@ def machine_table(record: Record) -> str:
                 if version
             ),
         ),
-        ("TF32", "on in some cases" if tf32 == {True, False} else "on" if tf32 == {True} else None),
+        ("TF32", " and ".join(word for on, word in ((True, "on"), (False, "off")) if on in tf32)),
+        ("our kernels' math mode", facts.get("math_mode")),
         ("torch.compile mode", words(sorted(modes))),
         ("threads per framework", facts.get("threads")),
         ("our kernels' tiles", tiles(record)),
@@ -166,6 +167,11 @@ def absent(record: Record) -> str:
 
 def results(group: Group) -> str:
     """The article's table: P50, P95, CV, throughput, speedups, scaling efficiency, published P50."""
+    return markdown_table(result_rows(group), left=["backend", "state"])
+
+
+def result_rows(group: Group) -> list[dict[str, Any]]:
+    """The rows of `results`, as text by column."""
     baselines = comparison_baselines(group)
     rows = []
     for size in group.batch_sizes:
@@ -188,29 +194,30 @@ def results(group: Group) -> str:
             row["state"] = _state(cell)
             joules = cell.get("joules_per_image")
             row["mJ/image"] = None if joules is None else significant(1e3 * joules)
-            known = published.P50_MS.get(backend, {}).get(size) if is_network(group) else None
+            known = published.P50_MS.get(backend, {}).get(size) if group.is_network else None
             row[f"P50 ms, {published.LABEL}"] = None if known is None else milliseconds(known)
             rows.append(row)
-    return markdown_table(rows, left=["backend", "state"])
+    return rows
 
 
 def comparison_baselines(group: Group) -> list[str]:
-    """What backends are compared with: the peer, and the best that costs no kernel of one's own."""
+    """What backends are compared with: the peer, and the best that costs no kernel; else the first one."""
     found = [group.first_of(PEERS), group.first_of(PLAIN)]
     if "mlx" in group.backends and "mlx-fused" in group.backends:
         found.append("mlx")  # the article's own comparison
-    return list(dict.fromkeys(name for name in found if name))
+    return list(dict.fromkeys(name for name in found if name)) or group.backends[:1]
 
 
 def results_note(group: Group) -> str:
     """How to read the table of results."""
-    flops = quantity(costs.FLOPS, "FLOP") if is_network(group) else None
+    flops = quantity(costs.FLOPS, "FLOP") if group.is_network else None
     sentences = [
         f"P95 needs {P95_FROM} trials. ⚠ marks a coefficient of variation above {NOISY_CV_PERCENT:.0f} %. "
         "A column “× name” says how many times faster a backend is than that one: the ratio of medians "
         "with its 95 % interval and a verdict; *faster* and *slower* need the whole interval outside ±2 "
-        "%, *equivalent* inside, anything else is *undecided*. Scaling efficiency is throughput ÷ (batch "
-        "× throughput at the smallest batch): 100 % if a larger batch cost no more time.",
+        "%, *equivalent* inside, anything else is *undecided*. Scaling efficiency is P50 at the backend's "
+        "smallest batch ÷ P50 (from batch 1 on: throughput ÷ (batch × throughput at batch 1)): 100 % if a "
+        "larger batch cost no more time.",
     ]
     if flops:
         article = costs.article_flops()["total"]
@@ -229,9 +236,9 @@ def honest_baseline(group: Group) -> str:
         "kernel is therefore the network **folded and compiled** (`mlx-folded`), not only the network as "
         "written (`mlx`)."
     )
-    if not {"mlx", "mlx-folded"} <= set(group.backends):
-        return text + " This run did not measure both, so it cannot say what those two give."
     found = compared(group, "mlx-folded", "mlx")
+    if not found:
+        return text + " This run did not measure both, so it cannot say what those two give."
     return text + f" Here it is, against the network as written, {by_verdict(found)}."
 
 
@@ -394,9 +401,12 @@ def lazy_trap(group: Group) -> str:
             "The column of ratios is the size of the error, not a speedup."
         )
     else:
-        text += "makes no difference for the backends measured here."
+        text += f"errs by less than {1 / RETURNS_EARLY:g} times for the backends measured here."
     if waiting:
-        text += f" {_code(waiting)} return only with the result here, so the trap does not exist for them."
+        text += (
+            f" {_code(waiting)} return after more than {percent(100 * RETURNS_EARLY)} of the true time, so "
+            f"the trap is smaller than {1 / RETURNS_EARLY:g} times for them."
+        )
     return f"{text}\n\n{markdown_table(rows)}" if rows else text
 
 
@@ -468,7 +478,7 @@ def correctness(record: Record) -> str:
         ],
         left=["backend", "dtype", "verdict"],
     )
-    failed = sum(bool(row["failed"]) for row in rows.values())
+    failed = len({backend for (_, backend, _), row in rows.items() if row["failed"]})
     text = (
         "The output of the warm-up and the output of the last timed forward of every cell, against one "
         "float64 reference on the CPU; the error is the largest one, relative to the largest reference "
@@ -490,7 +500,7 @@ def ladder_steps(group: Group) -> str:
                     "step": f"{step.base} → {step.rung}",
                     "saved ms": _signed(step.saved_ms),
                     "95 % interval": f"[{_signed(bounds[0])}, {_signed(bounds[1])}]" if bounds else None,
-                    "ratio": ratio(step.comparison.ratio),
+                    "ratio": interval(step.comparison),
                     "this step": step.pays if step.pays != "costs" else "**costs**",
                 }
                 | {name: _signed(value) for name, value in step.model.items()}
@@ -504,7 +514,7 @@ def ladder_steps(group: Group) -> str:
     return (
         text
         + markdown_table(rows, left=["step", "this step"])
-        + "\n\nThe last five columns split the saving, in ms: what the cost model says the rungs differ "
+        + "\n\nThe last columns split the saving, in ms: what the cost model says the rungs differ "
         "by in launches, bytes and arithmetic, what Python's own time (measured) differs by, and the "
         "rest: kernels that run nearer to the machine's limits, or farther from them. Bytes and "
         "arithmetic overlap in time, so the parts are bounds, not a sum that must come out."
@@ -540,7 +550,7 @@ def winners(group: Group) -> str:
     text = markdown_table(rows, left=["fastest rung", "next", "fastest of all"])
     if crossings:
         return f"{text}\n\nCrossovers between rungs (decided verdicts only):\n\n" + "\n".join(crossings)
-    return f"{text}\n\nNo two rungs change places between the batch sizes measured."
+    return f"{text}\n\nNo verdict says that two rungs change places between the batch sizes measured."
 
 
 def launches(group: Group) -> str:
@@ -594,8 +604,9 @@ def layer_shares(found: Sequence[Group]) -> str:
                     f"{backend}, batch {size}: depthwise takes {share} of the time"
                     + (", the largest part" if largest == "depthwise" else f"; the largest part is {largest}")
                 )
-    text = "Was depthwise the bottleneck, as the article says? " + "; ".join(sentences) + "."
-    return f"{text}\n\n{markdown_table(rows, left=['layers'])}"
+    answer = "; ".join(sentences) or "depthwise was not measured, so this run cannot say"
+    text = f"Was depthwise the bottleneck, as the article says? {answer}. Shares: of all kinds together"
+    return f"{text}.\n\n{markdown_table(rows, left=['layers'])}"
 
 
 def ablation(found: Sequence[Group]) -> str:
@@ -606,18 +617,18 @@ def ablation(found: Sequence[Group]) -> str:
     rows = []
     for backend in timed[0].backends:
         for size in timed[0].batch_sizes:
-            first = timed[0].sample(backend, size)
-            for group in timed:
-                trials = group.sample(backend, size)
-                if trials is None:
-                    continue
-                compared = speedup(trials, first, paired=False) if group is not timed[0] and first else None
-                rows.append(
-                    {"backend": backend, "batch": size, "kernel": group.case, "P50 ms": _ms(trials.p50)}
-                    | {f"× {timed[0].case}": "1" if compared is None else verdict_cell(compared)}
-                )
-    return "What the additions to the depthwise kernel cost; free means *equivalent*.\n\n" + markdown_table(
-        rows, left=["kernel"]
+            samples = [(group.case, group.sample(backend, size)) for group in timed]
+            samples = [(case, trials) for case, trials in samples if trials is not None]
+            for (_, before), (case, trials) in zip([*samples[:1], *samples], samples, strict=False):
+                row = {"backend": backend, "batch": size, "kernel": case, "P50 ms": _ms(trials.p50)}
+                if trials is not samples[0][1]:
+                    row["× first row"] = verdict_cell(speedup(trials, samples[0][1], paired=False))
+                    row["× row above"] = verdict_cell(speedup(trials, before, paired=False))
+                rows.append(row)
+    return (
+        "What the additions to the depthwise kernel cost, against the first row and against the row above: "
+        "“+ folded” replaces the statistics per pixel, “+ ReLU” comes on top of it. Free means "
+        "*equivalent*.\n\n" + markdown_table(rows, left=["kernel"])
     )
 
 
@@ -627,7 +638,7 @@ def other_cases(found: Sequence[Group]) -> str:
     for group in found:
         if group.study in ("layers", "ablation"):
             continue
-        baselines = comparison_baselines(group) or group.backends[:1]
+        baselines = comparison_baselines(group)
         rows = []
         for size in group.batch_sizes:
             for backend in group.backends:
@@ -649,7 +660,7 @@ def precision(found: Sequence[Group]) -> str:
 
     Other precisions are other cases: their rounds do not pair.
     """
-    full = next((group for group in found if is_network(group) and group.dtype == "float32"), None)
+    full = next((group for group in found if group.is_network and group.dtype == "float32"), None)
     others = [g for g in found if g.study == "mnist" and g is not full and g.case.startswith("network")]
     if full is None or not others:
         return ""
@@ -724,11 +735,12 @@ def reliability(record: Record, again: Record | None = None, second: Record | No
     texts = [
         "Intervals come from a bootstrap over rounds (95 %, seeded); the method is in "
         "`scr/harness/statistics.py`. On synthetic latencies with known ratio (normal, heavy-tailed, "
-        "drifting, bimodal; 10 to 200 trials) they hold the true ratio in "
+        "drifting, bimodal; 10 to 200 trials in 10 or 20 rounds) they hold the true ratio in "
         f"{known['least_coverage_percent']:.1f} % of the repeats or more, "
         f"{known['mean_coverage_percent']:.1f} % on average; equal backends are called faster or slower in "
         f"{known['most_false_percent']:.1f} % or fewer, {known['mean_false_percent']:.1f} % on average "
-        "(`tests/test_statistics.py` repeats this)."
+        "(`tests/test_statistics.py` repeats this). Cells with fewer rounds, most of those marked *few*, are "
+        "outside these tests."
     ]
     rate = false_positives(again) if again is not None else None
     if rate is None:
@@ -739,7 +751,7 @@ def reliability(record: Record, again: Record | None = None, second: Record | No
             f"For real, on {machine_name(again)}: the same backend under two names was called faster or "
             f"slower in {wrong} of {count(pairs, 'comparison')} ({percent(100 * wrong / pairs)})"
         )
-        texts.append(text + (f", the largest ratio being {interval(worst)}." if wrong else "."))
+        texts.append(text + (f", the ratio farthest from 1 being {interval(worst)}." if wrong else "."))
     if second is not None:
         found, asked = contradictions(record, second)
         text = (
@@ -772,15 +784,10 @@ def false_positives(record: Record) -> tuple[int, int, statistics.Comparison | N
     return len(wrong), len(found), worst
 
 
-def is_network(group: Group) -> bool:
-    """Whether the group is the network that the article is about."""
-    return (group.study, group.case) == ("mnist", "network")
-
-
 def _where(group: Group, backend: str, size: int) -> str:
     """A cell in words."""
     text = f"{backend} at batch {size}"
-    return text if is_network(group) and group.dtype == "float32" else f"{text} ({group.case}, {group.dtype})"
+    return text if group.is_network and group.dtype == "float32" else f"{text} ({group.case}, {group.dtype})"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
