@@ -5,8 +5,8 @@
     python scr/benchmark.py --backends all --tag m1  # a reference run under output/m1 and conclusions/m1
 
 Writes output/per_trial.npz (raw trials, first and atomically), then output/plots and
-conclusions/benchmark_result.md, which ends with a table of P50, P95 and speedups. The default run takes about
-6 minutes on 2 CPU cores, where MLX needs 8 s per forward at batch 512, and about 4 on a GPU.
+conclusions/benchmark_result.md, and prints a table of P50, P95 and speedups. The default run takes about
+6 minutes on 2 CPU cores, where MLX needs 4 to 8 s per forward at batch 512, and about 4 on a GPU.
 Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 1 if a backend gave a wrong
 result or failed; 2 for bad input; 130 after Ctrl-C.
 """
@@ -96,7 +96,7 @@ class Settings(MeasureSettings):
 SHAPES_BATCHES = (1, 16)  # other shapes are timed at those of these batch sizes that are asked for
 LAYERS_BATCH = 64  # layers are timed at the batch size nearest to it
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5}
+QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5, "layers": False}
 
 
 def main() -> int:
@@ -219,10 +219,11 @@ def add_costs(record: Record) -> None:
 
 
 def report(record: Record, plots: Path, markdown: Path) -> None:
-    """Write plots and report."""
-    from harness.report import build  # matplotlib is slow to import: not before the measurement
+    """Write plots and report, and print the results in short."""
+    from harness.report import build, screen_table  # imports matplotlib, slowly: not before the measurement
 
     build(record, plots, markdown)
+    print(f"\n{screen_table(record)}\n")
     print(f"wrote {shown(markdown)} and {shown(plots)}")
 
 

@@ -72,6 +72,10 @@ def test_end_to_end(command, capsys):
     assert (command.folder / "conclusions" / "benchmark_result.md").is_file()
     printed = capsys.readouterr()
     assert "wrote per_trial.npz" in printed.out
+    header, *lines = printed.out.split("\n\n")[1].splitlines()
+    assert header.split() == ["batch", "backend", "P50", "ms", "P95", "ms", "×", "torch"]
+    assert len(lines) == 6 and sum(" mlx-fused " in line for line in lines) == 2
+    assert [line.split()[0] for line in lines if " torch " in line] == ["1", "3"]
     assert not printed.err, "no progress bar where there is no terminal"
 
 
@@ -167,6 +171,7 @@ def test_backends_again_and_backends_that_cannot_run(command, capsys):
 def test_quick_changes_only_what_is_not_given(checkpoint):
     settings = benchmark.resolve(benchmark.Settings(quick=True, trials=7, checkpoint=checkpoint))
     assert settings.trials == 7 and settings.batch_sizes == benchmark.QUICK["batch_sizes"]
+    assert not settings.layers and benchmark.Settings().layers
 
 
 def test_defaults_are_those_of_the_study():
