@@ -51,7 +51,7 @@ batching: $(READY) ## study 3, what a batch costs: output/batching, conclusions/
 tune: $(READY) | $(CHECKPOINT) ## search this machine for faster tiles of the kernels; `make bench` then uses them
 	$(RUN) scr/tune.py $(ARGS)
 
-aa: $(READY) | $(CHECKPOINT) ## the same backends under two names: how often is a difference found that is none?
+aa: $(READY) | $(CHECKPOINT) ## the same backends under two names: are differences found? `make report` then quotes how often
 	$(RUN) scr/benchmark.py --tag aa --again --batch-sizes 1 16 64 --no-layers $(ARGS)
 
 claims: $(READY) ## recompute the numbers in the README files from the runs they name
