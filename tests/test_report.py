@@ -400,10 +400,13 @@ def test_companions_are_found_where_tagged_runs_lie(tmp_path):
         make_record(backends=("torch",), batch_sizes=(1,)),
         tmp_path / "output" / "m1-paused" / "per_trial.npz",
     )
-    found = Companions.find(tmp_path / "output")
+    here = make_record(backends=("torch",), batch_sizes=(1,))
+    found = Companions.find(tmp_path / "output", here)
     assert found.aa and found.second and not found.paused
-    tagged = Companions.find(tmp_path / "output" / "m1")
+    tagged = Companions.find(tmp_path / "output" / "m1", here)
     assert tagged.paused and not tagged.aa
+    here.environment["chip"] = "another"
+    assert Companions.find(tmp_path / "output", here) == Companions(), "runs of another machine do not count"
 
 
 def test_a_second_run_is_held_against_the_first():

@@ -32,6 +32,7 @@ class Companions:
 
     A run in output/ is accompanied by output/aa, output/paused and output/second, that of output/TAG by
     output/TAG-aa and so on: what `benchmark.py --tag` writes. aa.npz beside per_trial.npz will also do.
+    Runs of another machine, such as those that came with the repository, do not count.
     """
 
     aa: Record | None = None  # the same backends under two names (--again)
@@ -39,8 +40,8 @@ class Companions:
     second: Record | None = None  # the same once more
 
     @classmethod
-    def find(cls, output: Path) -> "Companions":
-        """The companions of the run in the folder `output`."""
+    def find(cls, output: Path, record: Record) -> "Companions":
+        """The companions of `record`, the run in the folder `output`."""
         found = {}
         for field in fields(cls):
             places = [
@@ -48,7 +49,9 @@ class Companions:
                 output / field.name / "per_trial.npz",
                 output.with_name(f"{output.name}-{field.name}") / "per_trial.npz",
             ]
-            found[field.name] = next((load(path) for path in places if path.is_file()), None)
+            runs = (load(path) for path in places if path.is_file())
+            same = (run for run in runs if machine_name(run) == machine_name(record))
+            found[field.name] = next(same, None)
         return cls(**found)
 
 
@@ -65,7 +68,7 @@ def build(record: Record, plots_dir: Path, markdown_path: Path) -> None:
     images = draw_all(main_groups(found), plots_dir)
     links = {name: os.path.relpath(path, markdown_path.parent) for name, path in images.items()}
     source = os.path.relpath(plots_dir.parent / "per_trial.npz", markdown_path.parent)
-    write_atomic(markdown_path, text(record, found, links, source, Companions.find(plots_dir.parent)))
+    write_atomic(markdown_path, text(record, found, links, source, Companions.find(plots_dir.parent, record)))
 
 
 def screen_table(record: Record) -> str:
