@@ -744,7 +744,9 @@ def reliability(record: Record, again: Record | None = None, second: Record | No
     ]
     rate = false_positives(again) if again is not None else None
     if rate is None:
-        texts.append("No run of this machine with every backend under two names (`make aa`) is stored beside this one.")
+        texts.append(
+            "No run of this machine with every backend under two names (`make aa`) is stored beside this one."
+        )
     else:
         wrong, pairs, worst = rate
         text = (
