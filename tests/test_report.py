@@ -260,7 +260,7 @@ def test_ladder_steps_by_hand(record):
 def test_ladder_says_what_does_not_pay():
     worse = make_record(scale={"mlx-network": 3.0}, batch_sizes=(1, 16))
     body = section(report_text(worse), "The ladder")
-    assert "Steps that do not pay here: mlx-block → mlx-network at batch 1 and mlx-block" in body
+    assert "Steps that cost time here: mlx-block → mlx-network at batch 1 and mlx-block" in body
     assert "**costs**" in body
 
 

@@ -510,14 +510,15 @@ def ladder_steps(group: Group) -> str:
     changes = [f"- `{name}`: {text}" for name, text in ladder.CHANGES.items() if name in ladder.rungs(group)]
     costly = [f"{row['step']} at batch {row['batch']}" for row in rows if "costs" in row["this step"]]
     text = "Each rung against the one it is built on:\n\n" + "\n".join(changes) + "\n\n"
-    text += f"Steps that do not pay here: {_some(costly)}.\n\n" if costly else "No step costs time here.\n\n"
+    text += f"Steps that cost time here: {_some(costly)}" if costly else "No step costs time by its verdict"
+    text += ".\n\n"
     return (
         text
         + markdown_table(rows, left=["step", "this step"])
         + "\n\nThe last columns split the saving, in ms: what the cost model says the rungs differ "
         "by in launches, bytes and arithmetic, what Python's own time (measured) differs by, and the "
         "rest: kernels that run nearer to the machine's limits, or farther from them. Bytes and "
-        "arithmetic overlap in time, so the parts are bounds, not a sum that must come out."
+        "arithmetic overlap in time, so these are bounds, and the rest makes up for what they overstate."
     )
 
 
