@@ -10,6 +10,7 @@ from harness import plots
 from harness.paths import write_atomic
 from harness.record import Record
 from harness.sections import machine_table
+from harness.statistics import NOISY_CV_PERCENT
 from harness.tables import count, markdown_table, percent, significant, verdict_cell, words
 from mlp import claims, predictions, timeline, traces
 from mlp.view import View
@@ -62,7 +63,7 @@ def build(record: Record, output: Path, markdown: Path) -> None:
     parts += [
         "## Predictions that did not hold\n\n" + refuted(view),
         "## Not run here\n\n" + left_out(view),
-        "## The run\n\n" + machine_table(record) + "\n\n" + precision(view),
+        "## The run\n\n" + machine_table(record) + "\n\n" + precision(view) + doubts(view),
         files(folder),
     ]
     write_atomic(markdown, "\n\n".join(part for part in parts if part) + "\n")
@@ -487,6 +488,25 @@ def precision(view: View) -> str:
         f"{count(len(view.record.checks), 'result')} checked against float64, "
         f"{sum(not check['passed'] for check in view.record.checks)} wrong."
     )
+
+
+def doubts(view: View) -> str:
+    """What makes the times doubtful, as a list below the machine; empty where nothing does."""
+    found = list(view.record.environment.get("warnings") or [])
+    timed = [cell for cell in view.record.cells if view.p50(cell)]
+    noisy = sum((view.cv(cell) or 0) > NOISY_CV_PERCENT for cell in timed)
+    drifting = sum(cell["state"] == "drifting" for cell in timed)
+    few = sum(cell["state"] == "few" for cell in timed)
+    if noisy:
+        found.append(
+            f"{noisy} of {count(len(timed), 'timed cell')} scattered by more than {NOISY_CV_PERCENT:.0f} % "
+            "(coefficient of variation); their intervals say what can still be told."
+        )
+    if drifting:
+        found.append(f"{count(drifting, 'cell')} drifted over the run.")
+    if few:
+        found.append(f"{count(few, 'cell')} had time for fewer than 20 trials.")
+    return "\n\n" + "\n".join(f"- {text}" for text in found) if found else ""
 
 
 def files(folder: str) -> str:
