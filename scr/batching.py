@@ -1,21 +1,21 @@
 """Time latency against batch and hold it against a simple model: study 3, what a batch costs.
 
-    python scr/batching.py                        # the best device here; about 5 minutes on 2 CPU cores
+    python scr/batching.py                        # the best device here; 200 s on 2 CPU cores
     python scr/batching.py --quick                # small sizes, for a look
     python scr/batching.py --device cuda --tag h200
     python scr/batching.py --rebuild              # plots and report again, from the stored record
 
 Writes output/batching/per_trial.npz (raw trials, first and atomically), output/batching/*.png and
 conclusions/batching.md; with --tag MACHINE under output/MACHINE/ and conclusions/MACHINE/. Our MNIST network
-is taken from the benchmark's own record, output/per_trial.npz. Ctrl-C keeps what was measured in
-per_trial.partial.npz. Exit status: 0; 1 if a case gave a wrong result or failed; 2 for bad input; 130 after
-Ctrl-C.
+is taken from the benchmark's own record, output/per_trial.npz, also by --rebuild when it came later. Ctrl-C
+keeps what was measured in per_trial.partial.npz. Exit status: 0; 1 if a case gave a wrong result or failed; 2
+for bad input; 130 after Ctrl-C.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from batch.study import FAMILIES, Settings, measure
+from batch.study import FAMILIES, Settings, add_network, measure
 from harness.cli import Fault, parse_settings, run_command
 from harness.measure import Interrupted, failed, unavailable
 from harness.paths import CONCLUSIONS, OUTPUT, shown
@@ -34,7 +34,10 @@ def main() -> int:
     markdown = conclusions / "batching.md"
     print(settings)
     if settings.rebuild:
-        report(load(path), path.parent, markdown)
+        record = load(path)
+        if add_network(record, output / "per_trial.npz"):
+            save(record, path)
+        report(record, path.parent, markdown)
         return 0
     try:
         record = measure(settings, output / "per_trial.npz")

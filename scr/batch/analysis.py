@@ -235,9 +235,11 @@ class Study:
         ]
 
     def best(self, family: str) -> list[Curve]:
-        """One curve per case: the device time of the graph where there is one, else wall time."""
+        """One curve per case: the device time of the graph where there is one, else its wall time, else
+        eager.
+        """
         found: dict[tuple[str, str], Curve] = {}
-        order = {("torch-graph", "device"): 2, ("torch", "latency"): 1}
+        order = {("torch-graph", "device"): 3, ("torch-graph", "latency"): 2, ("torch", "latency"): 1}
         for curve in self.of(family):
             key = (curve.work.name, curve.work.dtype)
             rank = order.get((curve.backend, curve.kind), 0)

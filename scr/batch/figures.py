@@ -75,7 +75,7 @@ def panels(curves: Sequence[Curve], columns: int = 3) -> Figure | None:
 def title(curve: Curve) -> str:
     """A panel's title: the case, and dtype and clock where they are not the usual ones."""
     notes = [curve.work.dtype] if curve.work.dtype != "float32" else []
-    notes += ["device time"] if curve.kind == "device" else []
+    notes += ["wall time"] if curve.target != "cpu" and curve.kind == "latency" else []
     return ", ".join([curve.work.name, *notes])
 
 

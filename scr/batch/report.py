@@ -147,7 +147,7 @@ def knee_text(knee: Knee | None) -> str | None:
 
 
 def span_of(values: Sequence[float]) -> str:
-    """The smallest and the largest of some numbers, 1.20 to 3.40, or the one number that they all look like."""
+    """The smallest and the largest of some numbers, 1.20 to 3.40, or one number if they look the same."""
     low, high = ratio(min(values)), ratio(max(values))
     return low if low == high else f"{low} to {high}"
 

@@ -144,3 +144,11 @@ def network_medians(path: Path) -> dict[str, Any]:
     medians: pd.DataFrame = rows.groupby(keys)["latency_ms"].agg(["median", "size"]).reset_index()
     cells = medians.rename(columns={"median": "p50_ms", "size": "trials"}).to_dict("records")
     return {"source": shown(path), "cells": cells}
+
+
+def add_network(record: Record, path: Path) -> bool:
+    """Take our network's medians into a record that was made before the benchmark ran; whether it was so."""
+    if record.environment.get("network", {}).get("cells"):
+        return False
+    record.environment["network"] = network_medians(path)
+    return bool(record.environment["network"]["cells"])
