@@ -8,7 +8,7 @@ Writes output/per_trial.npz (raw trials, first and atomically), then output/plot
 conclusions/benchmark_result.md, and prints a table of P50, P95 and speedups. The default run takes about
 6 minutes on 2 CPU cores, where MLX needs 4 to 8 s per forward at batch 512, and about 4 on a GPU.
 Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 1 if a backend gave a wrong
-result or failed; 2 for bad input; 130 after Ctrl-C.
+result or failed, or none could run; 2 for bad input; 130 after Ctrl-C.
 """
 
 import re
@@ -115,10 +115,14 @@ def main() -> int:
         save(stop.record, partial)
         print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
         return 130
+    problems = unavailable(record) + failed(record)
+    if not (record.rows["kind"] == "latency").any():
+        print(*problems, "Nothing could be measured; no file was written.", sep="\n")
+        return 1
     save(record, path)
     print(f"wrote {shown(path)}: {len(record.rows)} trials in {record.environment['seconds']:.0f} s")
     report(record, output / "plots", conclusions / "benchmark_result.md")
-    for sentence in unavailable(record) + failed(record):
+    for sentence in problems:
         print(sentence)
     return 1 if failed(record) else 0
 
@@ -135,6 +139,8 @@ def resolve(settings: Settings) -> Settings:
         settings = replace(settings, backends=tuple(backends.BACKENDS))
     for name in settings.backends:
         backends.check_name(name)
+    once = {name: tuple(dict.fromkeys(getattr(settings, name))) for name in ("backends", "batch_sizes")}
+    settings = replace(settings, **once)
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
     if min(settings.pause, settings.threads, settings.energy) < 0:

@@ -48,6 +48,13 @@ def command(tmp_path, monkeypatch, checkpoint):
     return run
 
 
+def measured(**environment):
+    """A record of one forward."""
+    row = {"study": "mnist", "case": "network", "backend": "torch", "target": "cpu", "batch_size": 1}
+    row |= {"dtype": "float32", "kind": "latency", "round": 0, "trial": 0, "sequence": 0}
+    return records.Record(records.rows_from([row | {"start_s": 0.0, "latency_ms": 1.0}]), environment)
+
+
 def tiny(**changes):
     fields = {"batch_sizes": (1, 3), "trials": 4, "warmup": 1, "budget": 2.0, "rounds": 2}
     return benchmark.Settings(**(fields | changes))
@@ -84,7 +91,7 @@ def test_inputs_are_the_first_digits_and_the_reference_is_float64(command, monke
 
     def fake(cases, settings, environment, probes):
         seen["case"] = cases[0]
-        return records.Record(records.empty_rows(), {"seconds": 0.0, "ceilings": []})
+        return measured(seconds=0.0, ceilings=[])
 
     monkeypatch.setattr(benchmark, "run_study", fake)
     assert command(*TINY, report=lambda *_: None) == 0
@@ -96,17 +103,13 @@ def test_inputs_are_the_first_digits_and_the_reference_is_float64(command, monke
 
 
 @pytest.fixture
-def nothing_measured(monkeypatch):
-    """Runs give empty records, each of another duration."""
+def one_forward_measured(monkeypatch):
+    """Runs give records of one forward, each of another duration."""
     durations = iter(range(100))
-
-    def measure(settings):
-        return records.Record(records.empty_rows(), {"seconds": next(durations)}, {"tag": settings.tag})
-
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure", lambda settings: measured(seconds=next(durations)))
 
 
-def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command, nothing_measured):
+def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command, one_forward_measured):
     output = command.folder / "output"
     assert command("--tag", "m1-pro", report=lambda *_: None) == 0
     before = (output / "m1-pro" / "per_trial.npz").read_bytes()
@@ -116,20 +119,29 @@ def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command, nothing_
     assert records.load(output / "per_trial.npz").environment["seconds"] == 1
 
 
-def test_the_report_goes_where_the_tag_says(command, nothing_measured):
+def test_the_report_goes_where_the_tag_says(command, one_forward_measured):
     seen = []
     command("--tag", "box", report=lambda record, plots, markdown: seen.append((plots, markdown)))
     root = command.folder
     assert seen == [(root / "output/box/plots", root / "conclusions/box/benchmark_result.md")]
 
 
-def test_the_raw_record_is_written_before_the_report(command, nothing_measured):
+def test_the_raw_record_is_written_before_the_report(command, one_forward_measured):
     def broken(*_):
         raise RuntimeError("no font")
 
     with pytest.raises(RuntimeError, match="no font"):
         command(report=broken)
     assert (command.folder / "output" / "per_trial.npz").exists()
+
+
+def test_a_run_that_measured_nothing_says_why_and_leaves_the_old_files(command, monkeypatch, capsys):
+    cell = {"case": "network", "backend": "mlx-block", "state": "unavailable", "reason": "no compiler"}
+    empty = records.Record(records.empty_rows(), {"seconds": 1.0}, cells=[cell])
+    monkeypatch.setattr(benchmark, "measure", lambda settings: empty)
+    assert command(report=lambda *_: pytest.fail("nothing to report")) == 1
+    assert "mlx-block (network) is unavailable: no compiler\nNothing" in capsys.readouterr().out
+    assert not (command.folder / "output" / "per_trial.npz").exists()
 
 
 def test_a_wrong_backend_makes_the_exit_status(command, monkeypatch, capsys):
@@ -172,6 +184,12 @@ def test_quick_changes_only_what_is_not_given(checkpoint):
     settings = benchmark.resolve(benchmark.Settings(quick=True, trials=7, checkpoint=checkpoint))
     assert settings.trials == 7 and settings.batch_sizes == benchmark.QUICK["batch_sizes"]
     assert not settings.layers and benchmark.Settings().layers
+
+
+def test_what_is_named_twice_is_timed_once(checkpoint):
+    settings = tiny(backends=("mlx", "torch", "mlx"), batch_sizes=(4, 1, 4), checkpoint=checkpoint)
+    settings = benchmark.resolve(settings)
+    assert settings.backends == ("mlx", "torch") and settings.batch_sizes == (4, 1)
 
 
 def test_defaults_are_those_of_the_study():
