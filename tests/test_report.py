@@ -374,6 +374,7 @@ def test_rates_of_false_verdicts_are_quoted(record):
     loud = make_record(**pair, seed=3, scale={"torch-again": 1.2})
     assert "in 2 of 2 comparisons (100 %)" in sections.reliability(record, loud)
     assert "`make aa`" in sections.reliability(record)
+    assert "in 0 of 2 comparisons (0 %)" in sections.reliability(quiet), "such a run quotes itself"
 
 
 def test_a_gpus_report_is_named_after_it_and_has_its_clock_and_energy():
@@ -404,7 +405,9 @@ def test_companions_are_found_where_tagged_runs_lie(tmp_path):
     found = Companions.find(tmp_path / "output", here)
     assert found.aa and found.second and not found.paused
     tagged = Companions.find(tmp_path / "output" / "m1", here)
-    assert tagged.paused and not tagged.aa
+    assert tagged.paused and tagged.aa, "what a tag has not of its own is the default run's"
+    second = Companions.find(tmp_path / "output" / "second", here)
+    assert second.aa and not second.second, "no run is its own second one"
     here.environment["chip"] = "another"
     assert Companions.find(tmp_path / "output", here) == Companions(), "runs of another machine do not count"
 

@@ -31,7 +31,8 @@ class Companions:
     """Further runs that a report quotes, beside the run it is about.
 
     A run in output/ is accompanied by output/aa, output/paused and output/second, that of output/TAG by
-    output/TAG-aa and so on: what `benchmark.py --tag` writes. aa.npz beside per_trial.npz will also do.
+    output/TAG-aa and so on, else by output/aa and so on: what `benchmark.py --tag` writes. aa.npz beside
+    per_trial.npz will also do.
     Runs of another machine, such as those that came with the repository, do not count.
     """
 
@@ -48,8 +49,10 @@ class Companions:
                 output / f"{field.name}.npz",
                 output / field.name / "per_trial.npz",
                 output.with_name(f"{output.name}-{field.name}") / "per_trial.npz",
+                output.with_name(field.name) / "per_trial.npz",
             ]
-            runs = (load(path) for path in places if path.is_file())
+            own = output / "per_trial.npz"  # no run is its own second one
+            runs = (load(path) for path in places if path.is_file() and path != own)
             same = (run for run in runs if machine_name(run) == machine_name(record))
             found[field.name] = next(same, None)
         return cls(**found)

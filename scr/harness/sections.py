@@ -743,7 +743,8 @@ def reliability(record: Record, again: Record | None = None, second: Record | No
         "(`tests/test_statistics.py` repeats this). Cells with fewer rounds, most of those marked *few*, are "
         "outside these tests."
     ]
-    rate = false_positives(again) if again is not None else None
+    again = again or record
+    rate = false_positives(again)
     if rate is None:
         texts.append(
             "No run of this machine with every backend under two names (`make aa`) is stored beside this one."
