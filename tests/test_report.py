@@ -140,7 +140,10 @@ def test_machine_warnings_and_absent_backends_are_named(record):
     with_absent = make_record(backends=("torch", "mlx"), batch_sizes=(1,))
     with_absent.cells += unavailable_cells("torch-graph", "CUDA graphs need an NVIDIA GPU", (1, 16))
     with_absent.cells += unavailable_cells("mlx-block", "wrong result at batch 1: …", (1,), "dropped")
+    part = unavailable_cells("mlx-fused", "wrong result at batch 64: …", (64,), "dropped")
+    with_absent.cells += [cell | {"study": "ablation", "case": "+ ReLU"} for cell in part]
     result = report_text(with_absent)
+    assert "`mlx-fused` (+ ReLU, batch 64) dropped: wrong" in section(result, "Not measured")
     assert "Example CPU" in result.splitlines()[0]
     assert "the load average was 1.9" in section(result, "Warnings")
     absent = section(result, "Not measured")

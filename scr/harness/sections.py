@@ -153,15 +153,17 @@ def warnings(record: Record, found_groups: Sequence[Group]) -> str:
 
 def absent(record: Record) -> str:
     """Backends that were asked for and have no numbers, with the reasons."""
-    reasons: dict[str, dict[str, list[int]]] = {}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cell in record.cells:
         if cell["state"] in ("unavailable", "dropped"):
             text = f"{cell['state']}: {cell.get('reason') or 'no reason recorded'}"
-            reasons.setdefault(cell["backend"], {}).setdefault(text, []).append(cell["batch_size"])
+            found.setdefault((cell["backend"], text), []).append(cell)
     lines = []
-    for backend, texts in reasons.items():
-        for text, sizes in texts.items():
-            lines.append(f"- `{backend}` (batch {words(sorted(set(sizes)))}) {text}")
+    for (backend, text), cells in found.items():
+        cases = list(dict.fromkeys(cell["case"] for cell in cells))
+        where = "" if cases == ["network"] else f"{words(cases)}, "
+        where += f"batch {words(sorted({cell['batch_size'] for cell in cells}))}"
+        lines.append(f"- `{backend}` ({where}) {text}")
     return "\n".join(lines)
 
 
