@@ -24,24 +24,6 @@ torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Random weights whose BatchNorm statistics are far from 0 and 1."""
-    import torch_model
-
-    torch.manual_seed(3)
-    model = torch_model.DepthwiseMNIST()
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(module.weight, 0.5, 2.0)
-            torch.nn.init.normal_(module.bias, 0.3)
-            torch.nn.init.normal_(module.running_mean, 0.5)
-            torch.nn.init.uniform_(module.running_var, 0.2, 3.0)
-    path = tmp_path_factory.mktemp("weights") / "random.pth"
-    torch_model.save_checkpoint(model.state_dict(), path)
-    return path
-
-
 def images(batch_size):
     return np.random.default_rng(batch_size).normal(size=(batch_size, 1, 28, 28)).astype(np.float32)
 
