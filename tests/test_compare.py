@@ -82,6 +82,8 @@ def test_files_are_refused_by_what_is_wrong(runs, tmp_path):
     (tmp_path / "text.npz").write_text("not an archive")
     np.savez(tmp_path / "foreign.npz", weights=np.zeros(3))
     np.savez(tmp_path / "pickled.npz", schema_version=np.array([{"a": 1}], dtype=object))
+    with np.load(runs / "one.npz") as file:
+        np.savez(tmp_path / "typed.npz", **dict(file) | {"latency_ms": file["backend"]})
     partial = make_record(**PAIR)
     partial.environment["complete"] = False
     save(partial, tmp_path / "part.npz")
@@ -90,6 +92,7 @@ def test_files_are_refused_by_what_is_wrong(runs, tmp_path):
         ("text", "pickled objects or is no .npz|damaged or no .npz"),
         ("foreign", "schema version none"),
         ("pickled", "pickled objects"),
+        ("typed", r"wrong type \(latency_ms\)"),
         ("part", "interrupted run"),
         ("absent", "does not exist"),
     ):

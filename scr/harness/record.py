@@ -105,6 +105,10 @@ def load(path: Path | str) -> Record:
     lengths = {arrays[key].shape for key in COLUMNS}
     if len(lengths) != 1 or len(next(iter(lengths))) != 1:
         raise Fault(f"{name} has columns of unequal length; it is damaged.")
+    kinds = {key: "U" if kind is str else np.dtype(kind).kind for key, kind in COLUMNS.items()}
+    wrong = [key for key, kind in kinds.items() if arrays[key].dtype.kind != kind]
+    if wrong:
+        raise Fault(f"{name} has columns of the wrong type ({', '.join(wrong)}); it is damaged.")
     if not np.isfinite(arrays["latency_ms"]).all() or (arrays["latency_ms"] < 0).any():
         raise Fault(f"{name} has a latency that is negative or not a number; it is damaged.")
     documents = {}
