@@ -205,6 +205,8 @@ def check(target: str, out: Path, jobs: int) -> bool:
     results = [] if virtual else run_tasks(target, jobs)
     if target == "metal" and shutil.which("xcrun"):
         results += compile_with_xcode(generated_texts())
+    if not results:
+        raise Fault("nothing can be checked on a virtual machine's GPU without Xcode's tools; install them.")
     facts = machine.describe(sys.argv)
     text = report(results, target, facts)
     if virtual:

@@ -75,7 +75,7 @@ struct Fiber {
   EmulatedThread at;
   State state;
   int line;  // of the barrier it waits at
-  void* stack;
+  char* stack;
   void* tsan;
 };
 
@@ -103,12 +103,13 @@ const unsigned long MAX_VARIABLES = 32;
 std::vector<ThreadgroupVariable> variables;  // of the group that runs
 std::vector<Range> threadgroup_memory;       // of all groups of this dispatch
 Fiber* current;
+char* stacks;
 ucontext_t scheduler;
 unsigned meetings;  // how often the group has met
-// What ThreadSanitizer's ordering hangs on. Two barriers in turn: while some threads have yet to leave one,
-// others may have reached the next.
-char barriers[2], end_of_dispatch;
 #ifdef USE_THREAD_SANITIZER
+// What its ordering hangs on. Two barriers in turn: while some threads have yet to leave one, others may have
+// reached the next.
+char barriers[2], end_of_dispatch;
 // ThreadSanitizer keeps apart 255 threads at a time and goes blind beyond. In a larger group, threads that are a
 // multiple of LANES apart are one thread to it; no loop strides by that prime.
 const unsigned LANES = 199;
@@ -190,18 +191,21 @@ void run_thread() {
   leave(fiber);
 }
 
-void prepare(Fiber& fiber, const EmulatedThread& at) {
-  // A fresh mapping: the last group's thread on this stack must not seem to race with this one.
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-#ifdef USE_THREAD_SANITIZER
-  const bool map = true;
-#else
-  const bool map = !fiber.stack;
+// Stacks for the threads of a group.
+void map_stacks() {
+#ifndef USE_THREAD_SANITIZER
+  if (stacks) return;
 #endif
-  if (map) {
-    fiber.stack = mmap(fiber.stack, STACK_BYTES, PROT_READ | PROT_WRITE, flags | (fiber.stack ? MAP_FIXED : 0), -1, 0);
-    if (fiber.stack == MAP_FAILED) fail("job", "no memory for another thread");
-  }
+  // ThreadSanitizer gets fresh ones: the last group's threads on them must not seem to race with this one's.
+  const unsigned long bytes = STACK_BYTES * threadgroup.x * threadgroup.y * threadgroup.z;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (stacks ? MAP_FIXED : 0);
+  void* mapped = mmap(stacks, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (mapped == MAP_FAILED) fail("job", "no memory for the threads of a group");
+  stacks = static_cast<char*>(mapped);
+}
+
+void prepare(Fiber& fiber, const EmulatedThread& at) {
+  fiber.stack = stacks + STACK_BYTES * at.thread_index_in_threadgroup;
   fiber.at = at;
   fiber.state = READY;
   getcontext(&fiber.context);
@@ -240,6 +244,7 @@ void run_group(const EmulatedThread& group) {
   const unsigned count = size.x * size.y * size.z;
   fibers.resize(count);
   variables.clear();
+  map_stacks();
   std::vector<unsigned> order(count);
   for (unsigned i = 0; i < count; ++i) {
     EmulatedThread at = group;
@@ -259,6 +264,8 @@ void run_group(const EmulatedThread& group) {
     for (unsigned i : order)
       if (fibers[i].state != DONE) enter(fibers[i]);
   } while (!meet());
+  for (const Fiber& fiber : fibers)
+    if (fiber.stack[0] || fiber.stack[1]) fail("job", "a thread needs more stack than the emulator gives");
 #ifdef USE_THREAD_SANITIZER
   for (unsigned i = 0; i < std::min(count, LANES); ++i) __tsan_destroy_fiber(lanes[i]);
 #endif
@@ -314,7 +321,7 @@ void read_job(const char* name, std::vector<Run>& runs) {
       fields = fscanf(file, "%15s %u %u", next.order, &next.seed, &next.synchronised);
       runs.push_back(next);
     }
-    if (fields != wanted) fail("job", "a line that is none of grid, threadgroup, groups, input, output, scratch, run");
+    if (fields != wanted) fail("job", "a line that the comment at the head of this file does not list");
   }
   fclose(file);
 }
@@ -364,7 +371,7 @@ void save() {
 
 // ---- What a kernel calls ----
 
-void emulated_barrier(unsigned flags, int line) {
+void emulated_barrier([[maybe_unused]] unsigned flags, int line) {
   Fiber& fiber = *current;
   fiber.state = WAITING;
   fiber.line = line;

@@ -1,6 +1,7 @@
 """What can be said of a generated MSL text without running it: does it keep to C++14 and to MSL's own rules?
 
 clang checks the text with the address spaces as types; the lint finds what C++ allows and MSL does not.
+Numbers are sections of the Metal Shading Language Specification, version 4.
 """
 
 import functools
@@ -10,8 +11,9 @@ from msl_emulator import LANGUAGE, THREAD_ATTRIBUTES, Failed, clang, expanded
 from msl_text import Text
 
 SCALARS = "bool char uchar short ushort int uint long ulong half float bfloat float16_t bfloat16_t"
+# 5.1.3 kernel, 5.2.1 buffer, 5.2.3.6 where a thread is.
 ATTRIBUTES = {"kernel", "buffer", *THREAD_ATTRIBUTES}
-SPACES = ("device", "constant", "threadgroup", "thread")
+SPACES = {"device", "constant", "threadgroup", "thread"}
 
 
 @functools.cache
@@ -41,7 +43,7 @@ def lint(source: str) -> list[str]:
     # 4: every pointer and reference names its address space.
     pointer = rf"((?:\b\w+\s+)*)\b{types}\s*(?:const\s*)?[*&]\s*(?:const\s+)?\(?(?=\w|[,>)])"
     for match in re.finditer(pointer, code):
-        if not set(match[1].split()) & {*SPACES, "typedef"} and not _is_product(match):
+        if not set(match[1].split()) & SPACES:
             complaints.append(f"no address space: {match[0].strip()}…")
     # 4: a C-style cast can drop an address space without a word.
     for match in re.finditer(r"\(([^()]*\*\s*(?:const\s*)?)\)\s*[\w(&]", code):
@@ -57,8 +59,3 @@ def _mixes_address_spaces(errors: str) -> bool:
     conversions = re.findall(r"error: cannot initialize.*", errors)
     mixed = any(len(set(re.findall(r"\b(device|constant|threadgroup)\b", c))) == 2 for c in conversions)
     return mixed or "address space" in errors
-
-
-def _is_product(match: re.Match) -> bool:
-    """Whether what looks like a declaration, `int(a) * b` apart, is the end of `sizeof(T) * n`."""
-    return "sizeof" in match.string[max(0, match.start() - 8) : match.start()]
