@@ -210,7 +210,8 @@ class Group:
             return "unexplained"
         if fixed >= gap / 2:
             launches = cost.get("launches")
-            each = f", {1e3 * fixed / launches:.0f} µs for each of {launches} launches" if launches else ""
+            several = launches and launches > 1
+            each = f", {1e3 * fixed / launches:.0f} µs for each of {launches} launches" if several else ""
             return f"a fixed cost per forward, {_ms(fixed)} ms{each}"
         if slope * batch_size - floor >= gap / 2 and cost.get("flops"):
             rate = cost["flops"] / batch_size / slope / 1e6

@@ -216,8 +216,9 @@ def results_note(group: Group) -> str:
     sentences = [
         f"P95 needs {P95_FROM} trials. ⚠ marks a coefficient of variation above {NOISY_CV_PERCENT:.0f} %. "
         "A column “× name” says how many times faster a backend is than that one: the ratio of medians "
-        "with its 95 % interval and a verdict; *faster* and *slower* need the whole interval outside ±2 "
-        "%, *equivalent* inside, anything else is *undecided*. Scaling efficiency is P50 at the backend's "
+        "over the rounds that both took part in, without the course that both have in common (so that it "
+        "need not be the ratio of the P50 shown), with its 95 % interval and a verdict; "
+        "*faster* and *slower* need the whole interval outside ±2 %, *equivalent* inside, anything else is *undecided*. Scaling efficiency is P50 at the backend's "
         "smallest batch ÷ P50 (from batch 1 on: throughput ÷ (batch × throughput at batch 1)): 100 % if a "
         "larger batch cost no more time.",
     ]
