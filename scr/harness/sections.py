@@ -218,7 +218,8 @@ def results_note(group: Group) -> str:
         "A column “× name” says how many times faster a backend is than that one: the ratio of medians "
         "over the rounds that both took part in, without the course that both have in common (so that it "
         "need not be the ratio of the P50 shown), with its 95 % interval and a verdict; "
-        "*faster* and *slower* need the whole interval outside ±2 %, *equivalent* inside, anything else is *undecided*. Scaling efficiency is P50 at the backend's "
+        "*faster* and *slower* need the whole interval outside ±2 %, *equivalent* inside, "
+        "anything else is *undecided*. Scaling efficiency is P50 at the backend's "
         "smallest batch ÷ P50 (from batch 1 on: throughput ÷ (batch × throughput at batch 1)): 100 % if a "
         "larger batch cost no more time.",
     ]
