@@ -332,28 +332,24 @@ def keep_best(content: dict[str, Any], scratch: Path, settings: Settings) -> Non
 def speed(settings: Settings) -> None:
     """Images per second in both layouts, then time to 99 % in the layout asked for, for every recipe.
 
-    Entries of this device replace older ones in training_speed.json; those of other devices stay.
+    An entry replaces the older one of its device, recipe and layout in training_speed.json; others stay.
     """
     device = training.pick_device(settings.device)
     digits = load(settings)
     path = settings.output / "training_speed.json"
     stored_before = training_report.read_json(path)
     entries = stored_before["entries"] if stored_before else []
-    name = training.device_name(device)
-    entries = [entry for entry in entries if entry["device"] != name]
     for recipe in training.RECIPES.values():
         recipe = adjusted(recipe, settings)
         for channels_last in (False, True):
             options = training.Options(settings.seed, device.type, channels_last, settings.autocast)
             limit = settings.speed_limit if channels_last == settings.channels_last else 0.0
             found = training.measure_speed(recipe, digits, options, limit)
-            entry = {
-                "recipe": recipe.name,
-                "channels_last": channels_last,
-                "autocast": options.autocast,
-                **found,
-            }
-            entries.append({**entry, "versions": versions(), "data_source": digits.source})
+            case = {"recipe": recipe.name, "channels_last": channels_last, "autocast": options.autocast}
+            case["device"] = found["device"]
+            entries = [entry for entry in entries if any(entry[key] != case[key] for key in case)]
+            entries.append({**case, **found, "versions": versions(), "data_source": digits.source})
+            entries.sort(key=lambda entry: [str(entry[key]) for key in ("device", "recipe", "channels_last")])
             training_report.write_json(path, {"entries": entries})
             layout = "channels_last" if channels_last else "contiguous"
             print(f"{recipe.name}, {layout}: {found['images_per_s']:,.0f} images/s")

@@ -342,6 +342,21 @@ def test_a_killed_training_resumes_to_the_same_weights(finished, data_dir, tmp_p
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
+def test_speed_entries_replace_those_of_the_same_case_only(data_dir, tmp_path):
+    words = ["--data-dir", data_dir, "--output", tmp_path, "--batch-size", 10, "--device", "cpu"]
+    elsewhere = dict.fromkeys(("versions", "data_source", "step_ms", "preparation_ms"), 0)
+    elsewhere |= {"device": "another", "recipe": "default", "channels_last": True, "autocast": False}
+    elsewhere |= {"images_per_s": 9.0, "time_to_99_s": 2.5, "epochs_to_99": 1, "preparation_share": 0.01}
+    training_report.write_json(tmp_path / "training_speed.json", {"entries": [elsewhere]})
+    for _ in range(2):
+        train_mnist.speed(settings(*words, "--speed-limit", 0, "--epochs", 1))
+    entries = training_report.read_json(tmp_path / "training_speed.json")["entries"]
+    assert elsewhere in entries
+    cases = [(entry["recipe"], entry["channels_last"]) for entry in entries if entry != elsewhere]
+    assert cases == [("best", False), ("best", True), ("default", False), ("default", True)]
+    assert "2.5 s (1 epochs)" in (tmp_path / "training.md").read_text()
+
+
 def test_half_precision_is_added_to_the_account(finished, data_dir, tmp_path):
     for name in ("best_model.pth", "best_model.json"):
         shutil.copy(finished[0] / name, tmp_path)
