@@ -4,13 +4,14 @@ The texts themselves are checked, on every target, by tests/kernels.
 """
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import kernels
-from kernels import blocks, plans, tilings
+from kernels import blocks, launcher, plans, tilings
 from kernels.tilings import BlockShape, Tiling
 
 SHAPE = kernels.NetworkShape(
@@ -95,6 +96,26 @@ def test_a_plan_computes_what_the_reference_does(level, batch, dtype):
 
 
 @needs_host
+def test_threads_may_share_a_plan():
+    weights = packed_network("host")
+    parts = kernels.weight_parts(weights, SHAPE)
+    plan = kernels.make_plan(
+        lambda n: kernels.block_calls(kernels.ARGUMENT, n, mx.float32, parts, SHAPE, "host"), 64, "host"
+    )
+    images = [random(np.random.default_rng(i), 64, 12, 12, 1) for i in range(2)]
+    mx.eval(images)
+    expected = [np.array(plan(x)) for x in images]
+    assert not np.array_equal(*expected)
+
+    def calls(which: int) -> list[np.ndarray]:
+        return [np.array(plan(images[which])) for _ in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for which, results in enumerate(pool.map(calls, range(2))):
+            assert all(np.array_equal(result, expected[which]) for result in results)
+
+
+@needs_host
 def test_a_plan_on_the_host_refuses_to_be_compiled():
     weights = packed_network("host")
     plan = kernels.make_plan(
@@ -176,6 +197,70 @@ def test_a_tiling_that_does_not_fit_is_refused_with_the_reason():
     assert split.misfit(BlockShape(6, 6, 30, 32, 1), 4) == "channels must be multiples of 4 and outputs of 16"
     assert "does not divide 6 columns" in Tiling(1, 1, 4, 1, 1, 1, False, 32, 4).misfit(shape, 4)
     assert "do not divide a depth of 32" in Tiling(1, 1, 1, 1, 1, 5, False, 32, 4).misfit(shape, 4)
+    assert "unaligned" in Tiling(1, 1, 1, 1, 1, 1, False, 32, 2).misfit(shape, 4)
+
+
+@needs_host
+def test_a_tile_that_the_weights_are_not_packed_for_is_refused():
+    shape = BlockShape(6, 6, 32, 96, 1)
+    default = tilings.default_tiling(shape, 1, "host")
+    other = dataclasses.replace(default, vectors=default.vectors - 1, splits=1)
+    with pytest.raises(ValueError, match="packed for"):
+        kernels.block(mx.zeros((1, 6, 6, 32)), packed_block(shape, "host"), shape, other, "host")
+    network = dataclasses.replace(tilings.default_network_tiling(SHAPE.blocks, 1, "host"), vectors2=1)
+    with pytest.raises(ValueError, match="packed for"):
+        kernels.network(mx.zeros((1, 12, 12, 1)), packed_network("host"), SHAPE, network, "host")
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling", "message"),
+    [
+        (SHAPE._replace(blocks=SHAPE.blocks[:3]), None, "blocks of the form"),
+        (SHAPE._replace(blocks=(*SHAPE.blocks[:3], BlockShape(3, 3, 48, 48, 2))), None, "blocks of the form"),
+        (SHAPE._replace(classes=1000), None, "1000 classes are too many"),
+        (SHAPE, tilings.NetworkTiling(6, 4, 1, 3, 4, 1, 5, False, 64, 4), "5 steps do not divide"),
+        (SHAPE, tilings.NetworkTiling(4, 4, 1, 3, 4, 1, 8, False, 64, 4), "run of 4 does not divide"),
+    ],
+)
+def test_one_launch_refuses_networks_and_tilings_that_its_text_does_not_fit(shape, tiling, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.network_call(kernels.ARGUMENT, 1, mx.float32, mx.zeros((8,)), shape, "metal", tiling)
+
+
+def test_scratch_of_the_spread_network_holds_the_head():
+    tiling = tilings.default_spread_tiling(1, 128)
+    arrivals = mx.zeros((8,), mx.uint32)
+
+    def floats(classes: int) -> int:
+        shape = SHAPE._replace(classes=classes)
+        call = kernels.spread_call(
+            kernels.ARGUMENT, 1, mx.float32, mx.zeros((8,)), shape, arrivals, kernels.PREVIOUS, tiling
+        )
+        assert call.threadgroup_bytes == 4 * dict(call.template)["FLOATS"]
+        return dict(call.template)["FLOATS"]
+
+    assert floats(500) == 48 + 500 * 12 * 4 > floats(7)
+
+
+def test_a_launch_that_is_too_large_for_a_gpu_is_refused():
+    shape = BlockShape(7, 7, 192, 192)
+    weights = mx.zeros((blocks.packed_size(shape),))
+    whole = Tiling(7, 1, 7, 7, 1, 4, False, 384, 4)  # 38 KB
+    call = blocks.block_call(kernels.ARGUMENT, 1, mx.float32, weights, shape, whole, "metal")
+    launcher.gpu_arguments(dataclasses.replace(call, inputs=()), "cuda")
+    with pytest.raises(ValueError, match=r"38,416 bytes of threadgroup memory, more than Metal's 32,768"):
+        launcher.gpu_arguments(dataclasses.replace(call, inputs=()), "metal")
+    many = blocks.block_call(kernels.ARGUMENT, 2**23, mx.float32, weights, shape, whole, "cuda")
+    with pytest.raises(ValueError, match="block needs 3,221,225,472 threads"):
+        launcher.gpu_arguments(dataclasses.replace(many, inputs=()), "cuda")
+
+
+def test_arrays_that_metal_gets_in_another_address_space_are_refused():
+    shape = BlockShape(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="fewer than 8 values"):
+        kernels.block(mx.zeros((1, 1, 1, 4)), mx.zeros((blocks.packed_size(shape),)), shape, target="metal")
+    with pytest.raises(ValueError, match="fewer than 8 values"):
+        kernels.head(mx.zeros((2, 1, 1, 4)), mx.zeros((5,)), 1, target="metal")
 
 
 @needs_host

@@ -106,6 +106,10 @@ def block_call(
     misfit = tiling.misfit(shape, vector_width(target))
     if misfit:
         raise ValueError(f"{shape} on {target}: {misfit}")
+    packed = packed_vectors(shape.outputs, target)
+    if packed not in (0, tiling.vectors):
+        raise ValueError(f"weights for {target} are packed for {packed} vectors a tile, not {tiling.vectors}")
+    _refuse_small(target, x, weights)
     strips = -(-shape.out_height // tiling.rows)
     return Call(
         STEM_BLOCK if shape.stem else BLOCK,
@@ -201,6 +205,7 @@ def head_call(
     vector = vector_width(target)
     if channels % vector:
         raise ValueError(f"channels must be a multiple of {vector} on {target}, got {channels}")
+    _refuse_small(target, x, weights)
     slices, parts = head_slices(target)
     return Call(
         HEAD,
@@ -216,8 +221,20 @@ def head_call(
         group_size=(1 if target == "host" else 352, 1, 1),
         output_shapes=((batch, outputs),),
         output_dtypes=(dtype,),
-        threadgroup_bytes=4 * (channels + max(slices * channels, outputs * parts * vector)),
+        threadgroup_bytes=4 * head_scratch_floats(channels, outputs, target),
     )
+
+
+def head_scratch_floats(channels: int, outputs: int, target: str) -> int:
+    """Scratch of one group of head.metal, in floats."""
+    slices, parts = head_slices(target)
+    return channels + max(slices * channels, outputs * parts * vector_width(target))
+
+
+def _refuse_small(target: str, *arrays: mx.array | Output) -> None:
+    """ValueError for an array that MLX would pass to Metal in another address space than the texts take."""
+    if target == "metal" and any(isinstance(a, mx.array) and a.size < 8 for a in arrays):
+        raise ValueError("arrays of fewer than 8 values do not run on metal")
 
 
 def head_reference(x: mx.array, weights: mx.array, outputs: int, target: str | None = None) -> mx.array:

@@ -24,6 +24,8 @@ from kernels import host
 FOLDER = Path(__file__).parent
 TARGETS = ("metal", "cuda", "host")
 STATIC_SHARED_BYTES = 48 * 1024  # CUDA's limit for shared memory declared in the text
+METAL_THREADGROUP_BYTES = 32 * 1024  # the limit of every Apple GPU
+MAX_THREADS = 2**31 - 1  # along one axis of a grid, which MLX takes as an int
 
 Template = tuple[tuple[str, int | bool | mx.Dtype], ...]
 
@@ -122,11 +124,24 @@ def chain(calls: Sequence[Call], target: str | None = None, threads: int | None 
 
 
 def gpu_arguments(call: Call, target: str, results: Sequence[Sequence[mx.array]] = ()) -> dict:
-    """The keyword arguments of MLX's kernel object for `call`. The grid counts threads."""
+    """The keyword arguments of MLX's kernel object for `call`. The grid counts threads.
+
+    Raises ValueError for a launch that is too large for `target`.
+    """
+    grid = tuple(g * s for g, s in zip(call.groups, call.group_size, strict=True))
+    if max(grid) > MAX_THREADS:
+        raise ValueError(
+            f"{call.kernel.name} needs {max(grid):,} threads, more than one launch takes; split the batch"
+        )
+    if target == "metal" and call.threadgroup_bytes > METAL_THREADGROUP_BYTES:
+        raise ValueError(
+            f"{call.kernel.name} needs {call.threadgroup_bytes:,} bytes of threadgroup memory, more than "
+            f"Metal's {METAL_THREADGROUP_BYTES:,}; take a smaller tiling"
+        )
     return {
         "inputs": [results[i.call][i.index] if isinstance(i, Output) else i for i in call.inputs],
         "template": list(call.template),
-        "grid": tuple(g * s for g, s in zip(call.groups, call.group_size, strict=True)),
+        "grid": grid,
         "threadgroup": call.group_size,
         "output_shapes": list(call.output_shapes),
         "output_dtypes": list(call.output_dtypes),

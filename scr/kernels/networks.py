@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from kernels.blocks import (
     block_reference,
     head_call,
     head_reference,
+    head_scratch_floats,
     head_slices,
     packed_size,
 )
@@ -28,6 +30,8 @@ from kernels.tilings import (
     Tiling,
     default_network_tiling,
     default_spread_tiling,
+    packed_vectors,
+    vector_width,
 )
 
 PHASES = ("depthwise_phase.metal", "product_phase.metal", "block_phases.metal", "head_phase.metal")
@@ -58,6 +62,23 @@ class NetworkShape(NamedTuple):
     def packed_size(self) -> int:
         """Number of floats in the packed weights."""
         return sum(map(packed_size, self.blocks)) + (self.blocks[-1].outputs + 1) * self.classes
+
+
+def check_form(shape: NetworkShape) -> None:
+    """Raise ValueError unless `shape` is of the form that the one-launch texts are written for."""
+    first, last = shape.blocks[0], shape.blocks[-1]
+    side, c1, c2 = first.height, first.outputs, last.outputs
+    half, quarter = -(-side // 2), -(-side // 4)
+    form = (
+        BlockShape(side, side, first.channels, c1, 2, stem=True),
+        BlockShape(half, half, c1, c1),
+        BlockShape(half, half, c1, c2, 2),
+        BlockShape(quarter, quarter, c2, c2),
+    )
+    if shape.blocks != form:
+        raise ValueError(f"one launch takes blocks of the form {form}, got {shape.blocks}")
+    if (2 * half + 3) * (side + 2) > prod(_activations(shape)):
+        raise ValueError(f"images of {side}×{side} do not fit where the network's launch puts them")
 
 
 def weight_parts(weights: mx.array, shape: NetworkShape) -> list[mx.array]:
@@ -102,10 +123,20 @@ def network_call(
     """The one launch of the network level on `batch` images. On Metal its scratch is a second output."""
     if dtype not in TYPES:
         raise ValueError(f"x must be float32 or float16, got {dtype}")
-    first, second, _, last = shape.blocks  # the text has four blocks, of strides 2, 1, 2, 1
+    check_form(shape)
+    first, second, _, last = shape.blocks
     tiling = tiling or default_network_tiling(shape.blocks, batch, target)
+    misfit = tiling.misfit(shape.blocks, vector_width(target))
+    if misfit:
+        raise ValueError(f"the network on {target}: {misfit}")
+    vectors = tiling.vectors1, tiling.vectors1, tiling.vectors2, tiling.vectors2
+    packed = tuple(packed_vectors(sizes.outputs, target) for sizes in shape.blocks)
+    if any(packed) and packed != vectors:
+        raise ValueError(f"weights for {target} are packed for {packed} vectors a tile, not {vectors}")
     slices, parts = head_slices(target)
     floats = network_scratch_floats(shape, tiling)
+    if head_scratch_floats(last.outputs, shape.classes, target) > floats - prod(_activations(shape)):
+        raise ValueError(f"{shape.classes} classes are too many for the scratch of the network's launch")
     in_device_memory = target == "metal"
     return Call(
         NETWORK_IN_DEVICE_MEMORY if in_device_memory else NETWORK,
@@ -153,8 +184,10 @@ def spread_call(
     arrivals: uint32 zeros, one array for each sequence of launches; previous: the first output of the last
     launch of the sequence (at first any array of that type), so that its launches never overlap.
     """
-    floats = max(tiling.scratch_floats(shape.blocks), 8 * shape.blocks[-1].outputs)
+    check_form(shape)
     first, second, _, last = shape.blocks
+    head = head_scratch_floats(last.outputs, shape.classes, "cuda")
+    floats = max(tiling.scratch_floats(shape.blocks), head)
     slices, parts = head_slices("cuda")
     per_block = [
         (f"{name}{number}", value)
@@ -206,7 +239,7 @@ def _activations(shape: NetworkShape) -> tuple[int, int]:
 
 def network_scratch_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
     """Scratch of one group of network.metal, in floats: activations, and the widest product's rows."""
-    activations = max(s.out_height * s.out_width * s.outputs for s in shape.blocks)
+    activations = prod(_activations(shape))
     rows = 0
     for sizes, tile in zip(shape.blocks, (tiling.pixels1,) * 2 + (tiling.pixels2,) * 2, strict=True):
         whole = -(-sizes.out_height * sizes.out_width // tile) * tile

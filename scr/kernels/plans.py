@@ -5,6 +5,7 @@ takes. A plan does that work once per input shape; a call then only passes point
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -39,9 +40,9 @@ def make_plan(
     """A function that runs `chain(batch)` on its argument and returns the last call's first output.
 
     `chain(n)` gives the calls for n images, the first of which reads ARGUMENT. On a GPU the function is lazy;
-    on the host it is one foreign call on `threads` threads (None: all
-    cores), which takes a long chain through the batch in chunks that stay in cache. Raises Unavailable where
-    the target is missing.
+    on the host it is one foreign call on `threads` threads (None: all cores), which takes a long chain
+    through the batch in chunks that stay in cache. Raises Unavailable where
+    the target is missing. Threads may share a plan.
     """
     target = target or default_target()
     reason = unavailable(target)
@@ -73,10 +74,13 @@ def _gpu_plan(calls: Sequence[Call], target: str) -> Callable[[mx.array], mx.arr
     if not any(i is PREVIOUS for call in calls for i in call.inputs):
         return lambda x: traced(x, last)
 
+    one_at_a_time = threading.Lock()
+
     def run(x: mx.array) -> mx.array:
         nonlocal last
-        last = traced(x, last)
-        return last
+        with one_at_a_time:
+            last = traced(x, last)
+            return last
 
     return run
 
@@ -108,6 +112,7 @@ class _HostPlan:
             results.append(self._add(*by_size[count], first))
         _point(results, self.result)
         self.table = (host.Step * len(self.steps))(*self.steps)
+        self.one_at_a_time = threading.Lock()  # a run sets the table's pointers and fills the plan's memory
 
     def _add(self, calls: Sequence[Call], outputs: list[list[mx.array]], first: int) -> Place:
         """Append the launches of the chunk from image number `first` on; returns where its result goes."""
@@ -139,9 +144,10 @@ class _HostPlan:
                 "host kernels lie outside MLX's graph, so they cannot run inside mx.compile or a transform"
             ) from error
         view = host.memory(x)
-        _point(self.arguments, view)
-        host.run_table(self.table, self.threads)
-        return mx.array(self.result)  # a copy
+        with self.one_at_a_time:
+            _point(self.arguments, view)
+            host.run_table(self.table, self.threads)
+            return mx.array(self.result)  # a copy
 
 
 def _point(places: Sequence[Place], array: np.ndarray) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kernels import host
+from kernels.launcher import METAL_THREADGROUP_BYTES, STATIC_SHARED_BYTES
 
 GPU_VECTOR = 4  # channels in a `vf` of the GPU preludes
-SCRATCH_BYTES = 32 * 1024  # Metal's limit per threadgroup
-CUDA_SCRATCH_BYTES = 48 * 1024  # of shared memory that needs no special launch
+SCRATCH_BYTES = METAL_THREADGROUP_BYTES
+CUDA_SCRATCH_BYTES = STATIC_SHARED_BYTES  # more needs a special launch
 HOST_SCRATCH_BYTES = 160 * 1024  # keeps a group's rows in a core's second-level cache
 
 
@@ -81,6 +82,8 @@ class Tiling:
             return f"a run of {self.run} does not divide {shape.out_width} columns"
         if shape.depth % self.steps:
             return f"{self.steps} steps do not divide a depth of {shape.depth}"
+        if self.padding % GPU_VECTOR:
+            return f"a padding of {self.padding} leaves rows of scratch unaligned"
         return None
 
 
@@ -98,6 +101,16 @@ class NetworkTiling:
     ahead: bool
     threads: int
     padding: int
+
+    def misfit(self, shapes: tuple[BlockShape, ...], vector: int) -> str | None:
+        """Why this tiling does not fit blocks of `shapes`, with vectors of `vector` channels, or None."""
+        wide, deep = (self.run1, self.pixels1, self.vectors1), (self.run2, self.pixels2, self.vectors2)
+        for shape, tile in zip(shapes, (wide, wide, deep, deep), strict=True):
+            tiling = Tiling(shape.out_height, 1, *tile, self.steps, self.ahead, self.threads, self.padding)
+            misfit = tiling.misfit(shape, vector)
+            if misfit:
+                return misfit
+        return None
 
 
 @dataclass(frozen=True)
