@@ -36,6 +36,7 @@ SHAPE = kernels.NetworkShape(
     ),
     classes=CLASSES,
 )
+IMAGE = (SHAPE.blocks[0].height, SHAPE.blocks[0].width, 1)
 
 
 class FusedDepthwise(nn.Module):
@@ -172,8 +173,11 @@ class FusedNetwork:
     """The network as a few launches: the layer of `kernels.network_by_blocks` and `kernels.network`.
 
     (N, 28, 28, 1) -> (N, 10). Level "block" is five launches (stem and block 0, three blocks, the head),
-    "network" one. On the host either is one foreign call. The launches are prepared once per batch size.
+    "network" one. On the host either is one foreign call. The launches are prepared once per batch size; what
+    is prepared for the last MAX_PLANS sizes is kept.
     """
+
+    MAX_PLANS = 32  # at level "block" on the host each holds some MB, the activations of its chunks
 
     def __init__(
         self, level: str, weights: mx.array, target: str | None, tunings: kernels.Tunings | None = None
@@ -185,18 +189,23 @@ class FusedNetwork:
         mx.eval(self.parts)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x: (N, 28, 28, 1) float32 or float16 -> (N, 10)."""
-        key = x.shape[0], x.dtype
-        plan = self.plans.get(key)
+        """x: (N, 28, 28, 1) float32 or float16, N ≥ 1 -> (N, 10). Raises ValueError for another shape."""
+        shape, dtype = x.shape, x.dtype
+        if shape[1:] != IMAGE or shape[0] == 0:  # the launches would read past x
+            raise ValueError(f"x must be (N, 28, 28, 1) with N ≥ 1, got {shape}")
+        size = shape[0]
+        plan = self.plans.get((size, dtype))
         if plan is None:
-            plan = kernels.make_plan(lambda batch: self.calls(batch, x.dtype), x.shape[0], self.target)
-            self.plans[key] = plan
+            plan = kernels.make_plan(lambda count: self.calls(count, dtype, size), size, self.target)
+            if len(self.plans) >= self.MAX_PLANS:
+                self.plans.pop(next(iter(self.plans)), None)
+            self.plans[size, dtype] = plan
         return plan(x)
 
-    def calls(self, batch: int, dtype: mx.Dtype) -> list[kernels.Call]:
-        """The launches of one forward of `batch` images."""
+    def calls(self, batch: int, dtype: mx.Dtype, whole: int | None = None) -> list[kernels.Call]:
+        """The launches for `batch` images, which may be a chunk of a forward of `whole` images."""
         x = kernels.ARGUMENT
-        found = self.tunings.pick(self.level, batch) if self.tunings else None
+        found = self.tunings.pick(self.level, whole or batch) if self.tunings else None
         if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
             arrivals = mx.zeros((8,), mx.uint32)
             tiling = kernels.default_spread_tiling(batch, kernels.multiprocessors())

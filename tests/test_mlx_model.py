@@ -1,10 +1,13 @@
 """The MLX port: same logits as PyTorch at every level, the right parameters, strict loading."""
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 
+import kernels
 import mlx_model
 import torch_model
 from harness.cli import Fault
@@ -77,6 +80,43 @@ def test_missing_unexpected_and_misshapen_keys_are_all_listed(checkpoint, tmp_pa
         mlx_model.get_model("layers", tmp_path / "bad.pth")
     for key in ("fc.bias", "fc.extra", "conv1.0.weight"):
         assert key in str(fault.value)
+
+
+@pytest.mark.parametrize("level", mlx_model.LAUNCH_LEVELS)
+@pytest.mark.parametrize("shape", [(0, 28, 28, 1), (2, 1, 28, 28), (2, 27, 28, 1), (28, 28, 1)])
+def test_launches_refuse_images_of_another_shape(checkpoint, level, shape):
+    with pytest.raises(ValueError, match=r"x must be \(N, 28, 28, 1\) with N ≥ 1"):
+        mlx_model.get_model(level, checkpoint[0])(mx.zeros(shape))
+
+
+def test_what_is_prepared_per_batch_size_does_not_grow_without_end(checkpoint, monkeypatch):
+    monkeypatch.setattr(mlx_model.FusedNetwork, "MAX_PLANS", 2)
+    model = mlx_model.get_model("network", checkpoint[0])
+    for batch in (1, 2, 3):
+        mx.eval(model(mx.zeros((batch, 28, 28, 1))))
+    assert [size for size, _ in model._launches.plans] == [2, 3]
+
+
+def test_a_chunk_of_a_batch_runs_on_what_was_found_for_the_batch(checkpoint):
+    block = mlx_model.SHAPE.blocks[0]
+    found = {
+        batch: dataclasses.replace(kernels.tilings.default_tiling(block, batch, "host"), pixels=pixels)
+        for batch, pixels in ((16, 3), (64, 4))
+    }
+    tunings = kernels.Tunings({("block", n): (t, None, None, None) for n, t in found.items()})
+    launches = mlx_model.get_model("block", checkpoint[0], target="host", tunings=tunings)._launches
+    pixels = [dict(launches.calls(16, mx.float32, n)[0].template)["TP"] for n in (None, 16, 64)]
+    assert pixels == [3, 3, 4]
+    chunks = []
+    calls = launches.calls
+
+    def recorded(*arguments):
+        chunks.append(calls(*arguments)[0].template)
+        return calls(*arguments)
+
+    launches.calls = recorded
+    mx.eval(launches(mx.zeros((64, 28, 28, 1))))
+    assert {dict(template)["TP"] for template in chunks} == {4}
 
 
 def test_unknown_level_is_refused():
