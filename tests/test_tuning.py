@@ -9,6 +9,7 @@ import pytest
 import kernels
 import mlx_model
 from harness import tuning
+from harness.cli import Fault
 from kernels import tilings
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +32,7 @@ def search(monkeypatch, tmp_path):
     def made_up(launches, setting, x):
         run = forward(launches, setting, x)
         if setting[0] == WRONG:
-            return lambda: run() + 1
+            return spoilt(run)
         run.__dict__["ms"] = times[setting[0]]
         return run
 
@@ -39,12 +40,17 @@ def search(monkeypatch, tmp_path):
         timed.append(run)
         return run.ms * random.normal(1, 0.005)
 
+    def spoilt(run):
+        return lambda: run() + 1
+
     times = {}
     monkeypatch.setattr(tuning, "_forward", made_up)
     monkeypatch.setattr(tuning, "_burst", burst)
     model = mlx_model.DepthwiseMNIST("network", mx.float32, "host").fold()
 
-    def run(default_ms, other_ms, batches=(2,), resume=True):
+    def run(default_ms, other_ms, batches=(2,), resume=True, spoil=spoilt):
+        nonlocal spoilt
+        spoilt = spoil
         times.update({DEFAULT: default_ms, OTHER: other_ms})
         timed.clear()
         steps = list(tuning.search(model, batches, 12, resume, IMAGES))
@@ -62,6 +68,33 @@ def test_a_faster_candidate_replaces_the_default_and_the_model_uses_it(search):
     model = mlx_model.DepthwiseMNIST("network", mx.float32, "host", tunings).fold()
     (call,) = model._launches.calls(2, mx.float32)
     assert dict(call.template)["TP1"] == OTHER.pixels1
+
+
+def refuses(run):
+    """Stands for a tiling whose kernel the device does not take."""
+
+    def raises():
+        raise RuntimeError("too many threads per threadgroup")
+
+    return raises
+
+
+def wrong_in_its_last_image(run):
+    """Right on the first images, which are compared with the reference itself."""
+    return lambda: mx.concatenate([run()[:-1], run()[-1:] + 1])
+
+
+@pytest.mark.parametrize("spoil", [refuses, wrong_in_its_last_image])
+def test_a_candidate_that_fails_or_spoils_any_image_counts_as_wrong(search, spoil):
+    (step,), _ = search(default_ms=1.0, other_ms=0.8, batches=(10,), spoil=spoil)
+    assert (step.tried, step.wrong) == (3, 1)
+    assert step.found() == OTHER
+
+
+def test_a_wrong_default_is_a_fault(search, monkeypatch):
+    monkeypatch.setattr(tilings, "network_candidates", lambda *_: [WRONG, OTHER])
+    with pytest.raises(Fault, match="default tiling of level network at batch 2"):
+        search(default_ms=1.0, other_ms=0.8)
 
 
 def test_noise_does_not_replace_the_default(search):
