@@ -1,10 +1,12 @@
 """What half precision does to the network's answers, in PyTorch and MLX.
 
-BatchNorm is folded in float32, weights and activations are stored in the type, products accumulate in
-float32. Logits are compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyTorch's
-(N, C, H, W), and MLX's (N, H, W, C) where MLX is called.
+BatchNorm is folded in float32, weights and activations are stored in the type (at MLX's level `network` only
+images and logits are: what lies between never leaves its launch), products accumulate in float32. Logits are
+compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyTorch's (N, C, H, W), and MLX's
+(N, H, W, C) where MLX is called.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ def mlx_entries(
     checkpoint: Path, images: np.ndarray, wanted: np.ndarray, labels: np.ndarray
 ) -> list[dict[str, Any]]:
     """The entries of MLX, at level `folded` or, on a CPU and in types that it takes, `network`."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # read when MLX is imported; PyTorch's is off here too
     try:
         import mlx.core as mx
 
