@@ -12,24 +12,18 @@ import mlx_model
 import torch_model
 from harness.cli import Fault
 from harness.tolerances import compare
+from mnist_files import random_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A network whose BatchNorm statistics are far from 0 and 1, with its float64 logits on odd images."""
-    torch.manual_seed(3)
-    model = torch_model.DepthwiseMNIST()
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.running_mean.uniform_(-0.8, 0.8)
-            module.running_var.uniform_(0.2, 4.0)
-            module.weight.data.uniform_(0.4, 1.8)
-            module.bias.data.uniform_(-0.6, 0.6)
+    model = random_model()
     path = tmp_path_factory.mktemp("checkpoint") / "model.pth"
     torch_model.save_checkpoint(model.state_dict(), path)
     images = np.random.default_rng(4).normal(size=(3, 28, 28, 1)).astype(np.float32)
     with torch.inference_mode():
-        logits = model.eval().double()(torch.from_numpy(images).double().permute(0, 3, 1, 2)).numpy()
+        logits = model.double()(torch.from_numpy(images).double().permute(0, 3, 1, 2)).numpy()
     return path, images, logits
 
 
