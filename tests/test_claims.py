@@ -1,5 +1,6 @@
 """Claims: what a text says of a run is recomputed from the run, and nothing measured goes unmarked."""
 
+import gzip
 import json
 
 import pytest
@@ -28,6 +29,9 @@ def root(tmp_path, monkeypatch):
                 rows.append(row | {"latency_ms": latency + 0.001 * trial})
     save(Record(rows_from(rows)), tmp_path / "run.npz")
     (tmp_path / "facts.json").write_text(json.dumps({"seeds": SEEDS}))
+    (tmp_path / "facts.json.gz").write_bytes(
+        gzip.compress(json.dumps({"some chain": {"us": 17.94}}).encode())
+    )
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     claims._record.cache_clear()
     claims._json.cache_clear()
@@ -43,6 +47,7 @@ def root(tmp_path, monkeypatch):
         ("speedup run.npz fast slow 4", "2.50×"),
         ("verdict run.npz slow fast 4", "0.400× (0.400–0.400: slower)"),
         ("json facts.json seeds.0.accuracy {:.2%}", "99.61%"),
+        ("json facts.json.gz some_chain.us {:.1f}_µs", "17.9 µs"),
         ("count facts.json seeds recipe=best", "2"),
         ("mean facts.json seeds accuracy {:.2%} recipe=best", "99.66%"),
         ("given the article", "2.89×"),

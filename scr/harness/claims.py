@@ -7,7 +7,7 @@ A claim is a pair of HTML comments, invisible when rendered, around the text tha
     time FILE BACKEND BATCH [column=value …]            P50 of a cell; kind=latency unless given
     speedup FILE BACKEND BASELINE BATCH [column=value …]  ratio of two cells of one run: 1.83×
     verdict FILE BACKEND BASELINE BATCH [column=value …]  the same with its interval and its verdict in words
-    json FILE KEY.KEY… FORMAT                           an entry of a JSON file, by Python's format language
+    json FILE KEY.KEY… FORMAT                           an entry of a .json or .json.gz file, by str.format
     count FILE KEY.KEY… [field=value …]                 entries of a JSON list whose fields read so
     mean FILE KEY.KEY… FIELD FORMAT [field=value …]     mean of a field over them
     given REASON …                                      a number that no run produced, and where it comes from
@@ -16,6 +16,7 @@ FILE is relative to the repository. A measured-looking number outside a claim is
 """
 
 import functools
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -134,10 +135,13 @@ QUERIES: dict[str, Callable[..., str]] = {
 
 
 def _entry(file: str, path: str) -> Any:
-    """The entry of a JSON file at dotted `path`."""
+    """The entry of a JSON file at dotted `path`, in which _ may stand for a space of a key."""
     value = _json(file)
     for key in path.split("."):
-        value = value[int(key)] if isinstance(value, list) else value[key]
+        if isinstance(value, list):
+            value = value[int(key)]
+        else:
+            value = value[key if key in value else key.replace("_", " ")]
     return value
 
 
@@ -181,7 +185,8 @@ def _json(file: str) -> dict:
     path = ROOT / file
     if not path.is_file():
         raise Fault(f"{file} does not exist.")
-    return json.loads(path.read_text())
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
 def _digits(value: float) -> str:
