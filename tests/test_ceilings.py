@@ -60,7 +60,8 @@ def test_rates_and_the_size_they_were_taken_at(entries):
 
 def test_lookups():
     limits = [
-        {"name": "fma", "framework": "torch", "target": "mps", "dtype": "float32", "value": 2000.0},
+        {"name": "fma", "framework": "torch", "target": "mps", "dtype": "float32", "value": 2000.0}
+        | {"best": 2300.0},
         {"name": "fma", "framework": "mlx", "target": "metal", "dtype": "float32", "value": 2400.0},
         {"name": "fma", "framework": "host", "target": "host", "dtype": "float32", "value": 300.0},
         {"name": "fma", "framework": "host", "target": "host", "dtype": "float16", "reason": "no _Float16"},
@@ -103,6 +104,26 @@ def test_this_machine(framework, monkeypatch):
     wait = next(entry for entry in found if entry["name"] == "launch_wait")
     assert 1e-4 < wait["value"] < 50
     assert 0.5 < max(entry["value"] for entry in found if entry["name"] == "fma") < 1e6
+
+
+def test_no_kernel_is_faster_than_the_peak():
+    mx, kernels = pytest.importorskip("mlx.core"), pytest.importorskip("kernels")
+    if kernels.unavailable("host"):
+        pytest.skip(f"host: {kernels.unavailable('host')}")
+    from kernels.blocks import block_call, packed_size
+
+    shape = kernels.BlockShape(7, 7, 192, 192)
+    weights = mx.random.normal((packed_size(shape),))
+    x = mx.random.normal((128, 7, 7, 192))
+
+    def calls(batch):
+        return [block_call(kernels.ARGUMENT, batch, mx.float32, weights, shape, None, "host")]
+
+    plan = kernels.make_plan(calls, 128, "host", threads=1)
+    best = min(ceilings._seconds(lambda _: plan(x), 1) for _ in range(20))
+    reached = 2 * 128 * 49 * 192 * (192 + 9) / best / 1e9
+    peak = rate(ceilings.fma_ceilings(1), "float32", "cpu")
+    assert reached <= peak, f"the product runs at {reached:.0f} GFLOP/s, above the peak of {peak:.0f}"
 
 
 def test_a_missing_compiler_is_said(monkeypatch):

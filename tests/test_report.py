@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from harness import published, sections, verdicts
+from harness import costs, published, sections, verdicts
 from harness.analysis import groups
 from harness.cli import Fault
 from harness.ladder import crossovers, steps
@@ -274,6 +274,20 @@ def test_crossovers_are_found_from_decided_verdicts(record):
     assert crossovers(group, "mlx-block", "mlx-network") == [(1, 16, "mlx-network")]
     body = section(report_text(cross), "Which rung wins")
     assert "`mlx-network` overtakes `mlx-block` between batch 1 and 16" in body
+
+
+def test_the_peers_share_of_the_arithmetic_bounds_the_gain(record, markdown):
+    group = groups(record)[0]
+    body = section(markdown, "How much faster is possible")
+    line = next(line for line in body.splitlines() if line.startswith("| 128 |"))
+    cells = [cell.strip() for cell in line.split("|")]
+    share = costs.FLOPS * 128 / group.p50("onnxruntime", 128) / 1e6 / 180  # of 180 GFLOP/s
+    assert cells[2:6] == ["`onnxruntime`", "180", percent(100 * share), ratio(1 / share)]
+    assert cells[6] == "`mlx-network`" and cells[8].startswith("1.")
+    without = make_record(backends=("torch", "mlx", "mlx-network"), batch_sizes=(1, 16))
+    without.environment = without.environment | {"ceilings": []}
+    assert "How much faster" not in report_text(without)
+    assert "How much faster" not in report_text(make_record(backends=("mlx", "mlx-block")))
 
 
 def test_runs_without_rungs_have_no_ladder():

@@ -218,38 +218,61 @@ class MlxOperations:
         return run
 
 
-# Independent chains of multiply-adds in vectors of WIDTH bytes, enough of them to hide the latency. One call
-# runs `threads` threads for `steps` steps of CHAINS vectors each.
+# Independent chains of multiply-adds in vectors of WIDTH bytes, enough of them to hide the latency of two
+# units and few enough for 16 registers. A call runs `steps` steps of FMA_CHAINS vectors on each of `threads`
+# threads and returns the seconds from when all had started to when the last was done. A compiler may halve
+# wide vectors that it sees only inside a function; those of a function's signature it leaves whole.
 FMA_LOOP = """
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <thread>
 #include <vector>
-template <class T, int WIDTH, int CHAINS>
-static void loop(long steps, float* out) {
+using Clock = std::chrono::steady_clock;
+template <class T, int WIDTH>
+struct Lanes {
   typedef T vec __attribute__((vector_size(WIDTH)));
-  vec acc[CHAINS];
-  for (int c = 0; c < CHAINS; c++) acc[c] = vec{} + T(c);
-  vec a = vec{} + T(0.999f), b = vec{} + T(0.001f);
-  asm volatile("" : : "r"(&a), "r"(&b) : "memory");
+};
+template <class vec>
+static inline __attribute__((always_inline)) vec multiply_add(vec x, vec a, vec b) { return x * a + b; }
+template <class T, int WIDTH>
+static void loop(long steps, volatile T* values) {
+  typedef typename Lanes<T, WIDTH>::vec vec;
+  vec acc[FMA_CHAINS], a = vec{} + values[0], b = vec{} + values[1];
+  for (int c = 0; c < FMA_CHAINS; c++) acc[c] = vec{} + T(c);
   for (long i = 0; i < steps; i++)
-    for (int c = 0; c < CHAINS; c++) acc[c] = acc[c] * a + b;
-  vec sum = acc[0];
-  for (int c = 1; c < CHAINS; c++) sum += acc[c];
-  *out = float(sum[0]);
+    for (int c = 0; c < FMA_CHAINS; c++) acc[c] = multiply_add<vec>(acc[c], a, b);
+  for (int c = 1; c < FMA_CHAINS; c++) acc[0] += acc[c];
+  values[2] = acc[0][0];
 }
-template <class T, int WIDTH, int CHAINS>
-static void run(int threads, long steps) {
+template <class T, int WIDTH>
+static double run(int threads, long steps) {
+  std::atomic<int> started{0};
+  std::vector<Clock::time_point> begin(threads), end(threads);
   std::vector<std::thread> pool;
-  std::vector<float> out(threads * 64);
-  for (int t = 0; t < threads; t++) pool.emplace_back(loop<T, WIDTH, CHAINS>, steps, &out[t * 64]);
+  for (int t = 0; t < threads; t++)
+    pool.emplace_back([&, t] {
+      volatile T values[3] = {T(0.999f), T(0.001f), T(0)};
+      ++started;
+      while (started < threads) std::this_thread::yield();
+      begin[t] = Clock::now();
+      loop<T, WIDTH>(steps, values);
+      end[t] = Clock::now();
+    });
   for (auto& thread : pool) thread.join();
+  const auto first = *std::min_element(begin.begin(), begin.end());
+  return std::chrono::duration<double>(*std::max_element(end.begin(), end.end()) - first).count();
 }
-extern "C" void fma_float32_32(int threads, long steps) { run<float, 32, 12>(threads, steps); }
-extern "C" void fma_float32_64(int threads, long steps) { run<float, 64, 12>(threads, steps); }
+extern "C" double fma_float32_32(int threads, long steps) { return run<float, 32>(threads, steps); }
+extern "C" double fma_float32_64(int threads, long steps) { return run<float, 64>(threads, steps); }
 #ifdef __FLT16_MAX__
-extern "C" void fma_float16_32(int threads, long steps) { run<_Float16, 32, 12>(threads, steps); }
+extern "C" double fma_float16_32(int threads, long steps) { return run<_Float16, 32>(threads, steps); }
+extern "C" double fma_float16_64(int threads, long steps) { return run<_Float16, 64>(threads, steps); }
 #endif
 """
 FMA_CHAINS = 12
+FMA_WARM_UP = 0.2  # seconds until clocks have settled
+FMA_SAMPLE = 0.03  # seconds
 
 
 def host_ceilings(threads: int = 0) -> list[dict[str, Any]]:
@@ -282,29 +305,41 @@ def host_ceilings(threads: int = 0) -> list[dict[str, Any]]:
         chain(length)
     waits = [1e3 * _seconds(chain, 1) for _ in range(20 * SAMPLES)]
     slopes = [1e3 * _slope(chain, 8) for _ in range(4 * SAMPLES)]
-    entries = [_entry("launch_wait", label, "ms", waits, best=min)]
-    entries.append(_entry("launch_chain", label, "ms", slopes, best=min))
-    library = ctypes.CDLL(str(host.build(FMA_LOOP, "fma_loop")))
-    for dtype, width in (("float32", 32), ("float32", 64), ("float16", 32)):
+    return [
+        _entry("launch_wait", label, "ms", waits, best=min),
+        _entry("launch_chain", label, "ms", slopes, best=min),
+        *fma_ceilings(count),
+    ]
+
+
+def fma_ceilings(threads: int) -> list[dict[str, Any]]:
+    """What compiled loops of multiply-adds reach on `threads` threads, per dtype and width of vector."""
+    from kernels import host
+
+    label = {"name": "fma", "framework": "host", "target": "host"}
+    library = ctypes.CDLL(str(host.build(f"#define FMA_CHAINS {FMA_CHAINS}\n{FMA_LOOP}", "fma_loop")))
+    entries = []
+    for dtype, width in (("float32", 32), ("float32", 64), ("float16", 32), ("float16", 64)):
         function = getattr(library, f"fma_{dtype}_{width}", None)
         if function is None:
-            entries.append(label | {"name": "fma", "dtype": dtype, "reason": "the compiler has no _Float16"})
+            entries.append(label | {"dtype": dtype, "reason": "the compiler has no _Float16"})
             continue
-        function.argtypes = (ctypes.c_int, ctypes.c_long)
-        per_step = 2 * FMA_CHAINS * width // (4 if dtype == "float32" else 2) * count
+        function.argtypes, function.restype = (ctypes.c_int, ctypes.c_long), ctypes.c_double
         steps = 100_000
-        while (seconds := _seconds(lambda n: function(count, n), steps)) < 0.03:  # noqa: B023
-            steps *= 4
-        rates = [per_step * steps / seconds / 1e9]
-        rates += [per_step * steps / _seconds(lambda n: function(count, n), steps) / 1e9 for _ in range(4)]  # noqa: B023
-        source = f"compiled loop, {8 * width}-bit vectors, {count} threads"
+        while function(threads, steps) < FMA_SAMPLE:
+            steps *= 2
+        for _ in range(round(FMA_WARM_UP / FMA_SAMPLE)):
+            function(threads, steps)
+        gflop = 2e-9 * FMA_CHAINS * width / (4 if dtype == "float32" else 2) * threads * steps
+        rates = [gflop / function(threads, steps) for _ in range(3 * SAMPLES)]
+        source = f"compiled loop, {8 * width}-bit vectors, {threads} threads"
         entries.append(_entry("fma", label | {"dtype": dtype, "source": source}, "GFLOP/s", rates))
     return entries
 
 
 def rate(entries: list[dict[str, Any]], dtype: str, device: str) -> float | None:
-    """The best measured multiply-add rate in GFLOP/s for a dtype on a device (see `device_of`), or None."""
-    found = [e["value"] for e in _of(entries, "fma", device) if e["dtype"] == dtype]
+    """The best sample of the multiply-adds of a dtype on a device (see `device_of`) in GFLOP/s, or None."""
+    found = [e.get("best", e["value"]) for e in _of(entries, "fma", device) if e["dtype"] == dtype]
     return max(found, default=None)
 
 

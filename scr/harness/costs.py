@@ -276,11 +276,11 @@ def predict(
 ) -> dict[str, Any] | None:
     """What one forward must cost: the cell's `cost`. None for a backend that is no rung.
 
-    floor_ms = max(arithmetic, bytes) + launches × launch cost. Arithmetic at the best measured rate of the
-    dtype, but at least of float32, in which all backends may accumulate; bytes at the best measured copy
-    bandwidth of a working set as large as the average launch's; the first launch at the price of one launch
-    and wait, each other at that of a dependent launch in a chain, both of the framework that launches. What
-    was not measured is None, and so is the floor without it; a framework without a launch ceiling counts 0.
+    floor_ms = max(arithmetic, bytes) + launches × launch cost. Arithmetic at `peak_rate`; bytes at the best
+    measured copy bandwidth of a working set as large as the average launch's; the first launch at the price
+    of one launch and wait, each other at that of a dependent launch in a chain, both of the framework that
+    launches. What was not measured is None, and so is the floor without it; a framework without a launch
+    ceiling counts 0.
     """
     if backend not in RUNGS:
         return None
@@ -288,8 +288,7 @@ def predict(
     flops = FLOPS * batch_size
     nbytes = activation_bytes(backend, dtype) * batch_size + weight_bytes(dtype)
     device = ceilings.device_of(target)
-    rates = [ceilings.rate(limits, kind, device) for kind in {dtype, "float32"}]
-    rate = max((r for r in rates if r), default=None)
+    rate = peak_rate(dtype, device, limits)
     bandwidth = ceilings.bandwidth(limits, nbytes / count, device)
     arithmetic_ms = flops / rate / 1e6 if rate else None
     bytes_ms = nbytes / bandwidth / 1e6 if bandwidth else None
@@ -305,6 +304,15 @@ def predict(
         "launch_ms": launch_ms,
         "floor_ms": max(arithmetic_ms, bytes_ms) + (launch_ms or 0.0) if known else None,
     }
+
+
+def peak_rate(dtype: str, device: str, limits: list[dict[str, Any]]) -> float | None:
+    """The best measured rate of multiply-adds of a dtype in GFLOP/s, but at least that of float32.
+
+    All backends may accumulate in float32. None where neither was measured.
+    """
+    rates = [ceilings.rate(limits, kind, device) for kind in {dtype, "float32"}]
+    return max((r for r in rates if r), default=None)
 
 
 def _launch_ms(backend: str, target: str, count: int, limits: list[dict[str, Any]]) -> float | None:

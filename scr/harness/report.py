@@ -179,6 +179,7 @@ def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> N
     add("The ladder: what each step buys", steps, "ladder")
     if steps:
         add("Which rung wins at which batch", sections.winners(first))
+        add("How much faster is possible", sections.headroom(first))
     add("Launches", sections.launches(first))
     shares = sections.layer_shares(found)
     add("Time by layer type", shares or "Layers were not timed apart in this run.", "layers")

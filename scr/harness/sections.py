@@ -19,6 +19,7 @@ from harness.analysis import (
     groups,
     machine_name,
 )
+from harness.ceilings import device_of
 from harness.compare import contradictions
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
@@ -556,6 +557,43 @@ def winners(group: Group) -> str:
     if crossings:
         return f"{text}\n\nCrossovers between rungs (decided verdicts only):\n\n" + "\n".join(crossings)
     return f"{text}\n\nNo verdict says that two rungs change places between the batch sizes measured."
+
+
+def headroom(group: Group) -> str:
+    """The best peer's share of the measured multiply-add rate, which bounds what any program could gain."""
+    limits = group.record.environment.get("ceilings") or []
+    rows = []
+    for size in group.batch_sizes:
+        rung = group.fastest(size, OWN_KERNELS)
+        device = device_of(group.cell(rung, size)["target"]) if rung else ""
+        on_device = [n for n in group.backends if device_of(group.cell(n, size).get("target", "")) == device]
+        peer = group.fastest(size, tuple(n for n in on_device if n.startswith(PEERS)))
+        peak = costs.peak_rate(group.dtype, device, limits)
+        if not rung or not peer or not peak:
+            continue
+        peer_percent, rung_percent = (
+            costs.FLOPS * size / group.p50(name, size) / 1e4 / peak for name in (peer, rung)
+        )
+        rows.append(
+            {
+                "batch": size,
+                "best peer": f"`{peer}`",
+                "GFLOP/s, best sample": significant(peak),
+                "peer's share": percent(peer_percent),
+                "at most × faster": ratio(100 / peer_percent),
+                "best rung": f"`{rung}`",
+                "rung's share": percent(rung_percent),
+                "rung × peer": verdict_cell(group.speedup(rung, peer, size)),
+            }
+        )
+    if not rows:
+        return ""
+    table = markdown_table(rows, left=["best peer", "best rung"])
+    return (
+        "The fastest peer's share of the best measured multiply-add rate bounds every gain over it: at p %, "
+        f"no program that does the same arithmetic in {group.dtype} can be more than 100/p times faster."
+        f"\n\n{table}"
+    )
 
 
 def launches(group: Group) -> str:
