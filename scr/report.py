@@ -7,8 +7,9 @@
     python scr/report.py --compare A.npz B.npz --fail-on-regression 5
 
 A report takes about 20 seconds and ends by naming the files written. Exit status: 0; 1 if
---fail-on-regression is given and a cell of a later file is slower than in the first by more than that many
-percent, its whole 95 % interval included; 2 for a file that is missing, damaged, partial or foreign.
+--fail-on-regression is given and a cell of the first file is missing in a later one or slower there by more
+than that many percent, its whole 95 % interval included; 2 for a file that is missing, damaged, partial or
+foreign.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ class Settings:
         default=(), metadata={"help": "stored runs (.npz), the first of which the others are held against"}
     )
     fail_on_regression: float | None = field(
-        default=None, metadata={"help": "with --compare: exit with 1 if a cell is slower by more percent"}
+        default=None,
+        metadata={"help": "with --compare: exit with 1 if a cell is missing or slower by more percent"},
     )
     to: Path | None = field(default=None, metadata={"help": "with --compare: also write it to this file"})
 

@@ -76,6 +76,18 @@ def test_a_regression_sets_the_exit_status(runs, tmp_path):
     assert run(*arguments, "--fail-on-regression", 40).returncode == 0
 
 
+def test_a_lost_cell_is_a_regression(runs, tmp_path):
+    save(make_record(backends=("torch", "onnxruntime"), batch_sizes=(1, 16), seed=4), tmp_path / "less.npz")
+    arguments = ("--compare", runs / "one.npz", tmp_path / "less.npz")
+    done = run(*arguments, "--fail-on-regression", 40)
+    assert done.returncode == 1 and "No cell is slower by more than 40 %" in done.stdout
+    lost = "- network, float32, mlx, batch 1\n- network, float32, mlx, batch 16\n"
+    assert f"2 cells of the first file missing:\n\n{lost}" in done.stdout
+    assert run(*arguments).returncode == 0
+    arguments = ("--compare", tmp_path / "less.npz", tmp_path / "less.npz", "--fail-on-regression", 40)
+    assert run(*arguments).returncode == 0, "what only the later file has is no loss"
+
+
 def test_files_are_refused_by_what_is_wrong(runs, tmp_path):
     whole = (runs / "one.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])

@@ -10,7 +10,7 @@ from harness.cli import Fault
 from harness.paths import shown
 from harness.record import Record, load
 from harness.statistics import Comparison, contradict, cv_percent, speedup
-from harness.tables import count, markdown_table, milliseconds, ratio, verdict_cell, words
+from harness.tables import count, markdown_table, milliseconds, ratio, verdict_cell
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ def lost_cells(before: Record, after: Record) -> list[str]:
 
 
 def comparison_text(paths: list[Path], records: list[Record], fail_percent: float | None) -> tuple[str, bool]:
-    """The comparison of the first run with each other one as Markdown, and whether anything regressed."""
+    """The comparison of the first run with each other one as Markdown, and whether anything regressed.
+
+    With `fail_percent`, a cell regresses that is slower by more, and one that is missing: it may have failed.
+    """
     first, regressed = records[0], False
     parts = ["# Comparison", _machines(paths, records)]
     for path, record in zip(paths[1:], records[1:], strict=True):
@@ -112,17 +115,13 @@ def comparison_text(paths: list[Path], records: list[Record], fail_percent: floa
         )
         parts.append(_disagreements(first, record))
         lost = lost_cells(first, record)
-        if lost:
-            parts.append(
-                f"{count(len(lost), 'cell')} of the first file {'is' if len(lost) == 1 else 'are'} "
-                f"missing: {words(lost[:8])}{' …' if len(lost) > 8 else ''}."
-            )
+        parts.append(_listed(f"{count(len(lost), 'cell')} of the first file missing", lost))
         pauses = [r.settings.get("pause") or 0 for r in (first, record)]
         if bool(pauses[0]) != bool(pauses[1]):
             parts.append(pause_verdict(*((first, record) if pauses[1] else (record, first))))
         if fail_percent is not None:
             slow = [c for c in found if c.regressed(fail_percent)]
-            regressed = regressed or bool(slow)
+            regressed = regressed or bool(slow or lost)
             parts.append(_regressions(slow, fail_percent))
     return "\n\n".join(part for part in parts if part) + "\n", regressed
 
@@ -223,13 +222,18 @@ def _disagreements(first: Record, second: Record) -> str:
     found, asked = contradictions(first, second)
     if not asked:
         return ""
-    text = f"Verdicts between backends that contradict each other: {len(found)} of {count(asked, 'pair')}"
-    return text + ("." if not found else ":\n\n" + "\n".join(f"- {one}" for one in found))
+    title = f"Verdicts between backends that contradict each other: {len(found)} of {count(asked, 'pair')}"
+    return _listed(title, found) or f"{title}."
 
 
 def _regressions(slow: list[Change], fail_percent: float) -> str:
     """The cells that got slower than allowed."""
     if not slow:
         return f"No cell is slower by more than {fail_percent:g} %."
-    lines = [f"- {c.label}: {verdict_cell(c.comparison)}" for c in slow]
-    return f"{count(len(slow), 'cell')} slower by more than {fail_percent:g} %:\n\n" + "\n".join(lines)
+    lines = [f"{c.label}: {verdict_cell(c.comparison)}" for c in slow]
+    return _listed(f"{count(len(slow), 'cell')} slower by more than {fail_percent:g} %", lines)
+
+
+def _listed(title: str, lines: list[str]) -> str:
+    """A title and a line for each; nothing where there are none."""
+    return f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
