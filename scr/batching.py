@@ -12,12 +12,11 @@ keeps what was measured in per_trial.partial.npz. Exit status: 0; 1 if a case ga
 for bad input; 130 after Ctrl-C.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from batch.study import FAMILIES, Settings, add_network, measure
-from harness.cli import Fault, parse_settings, run_command
-from harness.measure import Interrupted, failed, unavailable
+from harness.cli import Fault, check_tag, parse_settings, run_command
+from harness.measure import Interrupted, keep_partial, print_problems
 from harness.paths import CONCLUSIONS, OUTPUT, shown
 from harness.record import Record, load, save
 
@@ -26,7 +25,8 @@ QUICK = {"trials": 20, "warmup": 2, "budget": 0.05, "rounds": 4}
 
 def main() -> int:
     """Measure, save, report. Returns the exit status."""
-    settings = resolve(parse_settings(Settings, __doc__))
+    settings = parse_settings(Settings, __doc__, quick=QUICK)
+    check(settings)
     output, conclusions = OUTPUT, CONCLUSIONS
     if settings.tag:
         output, conclusions = OUTPUT / settings.tag, CONCLUSIONS / settings.tag
@@ -42,32 +42,21 @@ def main() -> int:
     try:
         record = measure(settings, output / "per_trial.npz")
     except Interrupted as stop:
-        partial = path.with_suffix(".partial.npz")
-        save(stop.record, partial)
-        print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
-        return 130
+        return keep_partial(stop, path)
     save(record, path)
     print(f"wrote {shown(path)}: {len(record.rows)} trials in {record.environment['seconds']:.0f} s")
     report(record, path.parent, markdown)
-    for sentence in unavailable(record) + failed(record):
-        print(sentence)
-    return 1 if failed(record) else 0
+    return print_problems(record)
 
 
-def resolve(settings: Settings) -> Settings:
-    """Settings with `--quick` spelled out and checked. Raises Fault for what cannot be run."""
-    if settings.quick:
-        defaults = Settings()
-        changes = {name: v for name, v in QUICK.items() if getattr(settings, name) == getattr(defaults, name)}
-        settings = replace(settings, **changes)
+def check(settings: Settings) -> None:
+    """Raise Fault for what cannot be run."""
     if settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("trials, rounds and budget must be positive.")
     for family in settings.families:
         if family not in FAMILIES:
             raise Fault(f"unknown family {family!r}; known are {', '.join(FAMILIES)}.")
-    if settings.tag and not settings.tag.replace("-", "").replace("_", "").isalnum():
-        raise Fault(f"the tag {settings.tag!r} must be letters, digits, - and _ only; it names a folder.")
-    return settings
+    check_tag(settings.tag)
 
 
 def report(record: Record, plots: Path, markdown: Path) -> None:

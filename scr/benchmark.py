@@ -11,7 +11,6 @@ Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 
 result or failed, or none could run; 2 for bad input; 130 after Ctrl-C.
 """
 
-import re
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +19,16 @@ import numpy as np
 
 import mnist_data
 from harness import ablation, backends, ceilings, costs, layers, machine, shapes
-from harness.cli import Fault, parse_settings, run_command
+from harness.cli import Fault, check_tag, parse_settings, run_command
 from harness.measure import (
     Candidate,
     Case,
     Interrupted,
     MeasureSettings,
-    failed,
+    keep_partial,
     plain_settings,
+    print_problems,
     run_study,
-    unavailable,
 )
 from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
 from harness.record import Record, save
@@ -82,9 +81,7 @@ class Settings(MeasureSettings):
         default=True,
         metadata={"help": "also time the layers by kind and the fused kernel's parts, at one batch size"},
     )
-    tuned: bool = field(
-        default=True, metadata={"help": "use what scr/tune.py found for this machine (--no-tuned: do not)"}
-    )
+    tuned: bool = field(default=True, metadata={"help": "use what scr/tune.py found for this machine"})
     checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
     data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
     tag: str | None = field(
@@ -95,13 +92,12 @@ class Settings(MeasureSettings):
 
 SHAPES_BATCHES = (1, 16)  # other shapes are timed at those of these batch sizes that are asked for
 LAYERS_BATCH = 64  # layers are timed at the batch size nearest to it
-TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5, "layers": False}
 
 
 def main() -> int:
     """Measure, save, report. Returns the exit status."""
-    settings = resolve(parse_settings(Settings, __doc__))
+    settings = resolve(parse_settings(Settings, __doc__, quick=QUICK))
     output, conclusions = OUTPUT, CONCLUSIONS
     if settings.tag:
         output, conclusions = OUTPUT / settings.tag, CONCLUSIONS / settings.tag
@@ -111,42 +107,33 @@ def main() -> int:
         record = measure(settings)
     except Interrupted as stop:
         add_costs(stop.record)
-        partial = path.with_suffix(".partial.npz")
-        save(stop.record, partial)
-        print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
-        return 130
-    problems = unavailable(record) + failed(record)
+        return keep_partial(stop, path)
     if not (record.rows["kind"] == "latency").any():
-        print(*problems, "Nothing could be measured; no file was written.", sep="\n")
+        print_problems(record)
+        print("Nothing could be measured; no file was written.")
         return 1
     save(record, path)
     print(f"wrote {shown(path)}: {len(record.rows)} trials in {record.environment['seconds']:.0f} s")
     report(record, output / "plots", conclusions / "benchmark_result.md")
-    for sentence in problems:
-        print(sentence)
-    return 1 if failed(record) else 0
+    return print_problems(record)
 
 
 def resolve(settings: Settings) -> Settings:
-    """Settings with `--quick` and `all` spelled out and checked. Raises Fault for what cannot be run."""
-    if settings.quick:
-        defaults = Settings()
-        changes = {
-            name: value for name, value in QUICK.items() if getattr(settings, name) == getattr(defaults, name)
-        }
-        settings = replace(settings, **changes)
+    """Settings with `all` spelled out and checked. Raises Fault for what cannot be run."""
     if "all" in settings.backends:
         settings = replace(settings, backends=tuple(backends.BACKENDS))
     for name in settings.backends:
         backends.check_name(name)
-    once = {name: tuple(dict.fromkeys(getattr(settings, name))) for name in ("backends", "batch_sizes")}
-    settings = replace(settings, **once)
+    settings = replace(
+        settings,
+        backends=tuple(dict.fromkeys(settings.backends)),
+        batch_sizes=tuple(dict.fromkeys(settings.batch_sizes)),
+    )
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
     if min(settings.pause, settings.threads, settings.energy) < 0:
         raise Fault("pause, threads and energy must not be negative.")
-    if settings.tag is not None and (settings.tag == "plots" or not TAG.fullmatch(settings.tag)):
-        raise Fault(f"the tag {settings.tag!r} is no good: letters, digits, - and _; it names a folder.")
+    check_tag(settings.tag)
     if not settings.checkpoint.is_file():
         raise Fault(f"{shown(settings.checkpoint)} does not exist; `python scr/train_mnist.py` makes it.")
     return replace(settings, threads=settings.threads or machine.default_threads())

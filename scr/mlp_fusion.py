@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import machine
-from harness.cli import Fault, parse_settings, run_command
-from harness.measure import Interrupted, failed, unavailable
+from harness.cli import Fault, check_tag, parse_settings, run_command
+from harness.measure import Interrupted, keep_partial, print_problems
 from harness.paths import CONCLUSIONS, OUTPUT, shown
-from harness.record import load, save
+from harness.record import Record, load, save
 from mlp.settings import Settings
 
 
@@ -38,17 +38,12 @@ def main() -> int:
         try:
             record = measure(settings, output)
         except Interrupted as stop:
-            partial = output / "per_trial.partial.npz"
-            save(stop.record, partial)
-            print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
-            return 130
+            return keep_partial(stop, output / "per_trial.npz")
     from mlp.report import build  # matplotlib is slow to import: not before the measurement
 
     build(record, output, markdown)
     print(f"wrote {shown(markdown)} and {shown(output)}")
-    for sentence in unavailable(record) + failed(record):
-        print(sentence)
-    return 1 if failed(record) else 0
+    return print_problems(record)
 
 
 def resolve(settings: Settings) -> Settings:
@@ -57,12 +52,11 @@ def resolve(settings: Settings) -> Settings:
         raise Fault("experiments are numbered 1 to 7.")
     if min(settings.trials, settings.rounds, settings.budget, settings.seconds) <= 0:
         raise Fault("trials, rounds, budget and seconds must be positive.")
-    if settings.tag and not settings.tag.replace("-", "").replace("_", "").isalnum():
-        raise Fault(f"the tag {settings.tag!r} must be letters, digits, - and _ only; it names a folder.")
+    check_tag(settings.tag)
     return replace(settings, threads=settings.threads or machine.default_threads())
 
 
-def measure(settings: Settings, output: Path):
+def measure(settings: Settings, output: Path) -> Record:
     """Run the study and store its record and traces; the old ones stay until the new ones are complete."""
     with tempfile.TemporaryDirectory() as folder:
         # A cache of its own, so that compiling is cold. Inductor reads the variable when it is imported.

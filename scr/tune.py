@@ -41,19 +41,21 @@ class Settings:
     data_dir: Path = field(default=DATA, metadata={"help": "holds MNIST/raw"})
 
 
+QUICK = {"batch_sizes": (1, 128), "rounds": 6}
+
+
 def main() -> None:
     """Search, printing each result as it comes."""
-    settings = parse_settings(Settings, __doc__)
+    settings = parse_settings(Settings, __doc__, quick=QUICK)
     target = settings.target or kernels.default_target()
     reason = kernels.unavailable(target)
     if reason:
         raise Fault(f"the {target} target cannot be tuned: {reason}")
-    batches, rounds = ((1, 128), 6) if settings.quick else (settings.batch_sizes, settings.rounds)
-    pixels = test_digits(settings.data_dir)[0][: max(batches)]
+    pixels = test_digits(settings.data_dir)[0][: max(settings.batch_sizes)]
     images = normalise(pixels).transpose(0, 2, 3, 1)  # (N, 1, 28, 28) -> (N, 28, 28, 1)
     for level in settings.levels:
         model = mlx_model.get_model(level, settings.checkpoint, mx.float32, target)
-        for step in tuning.search(model, batches, rounds, settings.resume, images):
+        for step in tuning.search(model, settings.batch_sizes, settings.rounds, settings.resume, images):
             print(sentence(step), flush=True)
     print(f"stored in {shown(tuning.path(target))}")
 

@@ -9,7 +9,7 @@ import pytest
 import batching
 from batch import study
 from batch.cases import Work, all_works
-from harness.cli import Fault
+from harness.cli import Fault, parse_settings
 from harness.record import load, rows_from, save
 
 TINY = [
@@ -120,5 +120,5 @@ def test_quick_is_smaller_than_the_default() -> None:
     assert max(work.flops(batch) for work in quick for batch in work.batches) < 3e10
     assert sum(len(work.batches) for work in quick) < 0.5 * sum(len(work.batches) for work in full)
     assert {work.family for work in quick} == {work.family for work in full}
-    settings = batching.resolve(study.Settings(quick=True, trials=7))
-    assert (settings.trials, settings.rounds) == (7, batching.QUICK["rounds"])
+    settings = parse_settings(study.Settings, "", ["--quick", "--trials", "40"], batching.QUICK)
+    assert (settings.trials, settings.rounds) == (40, 4)

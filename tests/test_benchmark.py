@@ -10,7 +10,7 @@ import pytest
 
 import benchmark
 from harness import record as records
-from harness.cli import Fault
+from harness.cli import Fault, parse_settings
 from harness.measure import MeasureSettings
 
 torch = pytest.importorskip("torch")
@@ -180,10 +180,12 @@ def test_backends_again_and_backends_that_cannot_run(command, capsys):
     assert "mlx-fused-compile (network) is unavailable: kernels on the host lie outside" in printed
 
 
-def test_quick_changes_only_what_is_not_given(checkpoint):
-    settings = benchmark.resolve(benchmark.Settings(quick=True, trials=7, checkpoint=checkpoint))
-    assert settings.trials == 7 and settings.batch_sizes == benchmark.QUICK["batch_sizes"]
-    assert not settings.layers and benchmark.Settings().layers
+def test_quick_changes_only_what_is_not_given():
+    words = ["--quick", "--trials", "200", "--layers"]  # which are the defaults, and still what was asked for
+    settings = parse_settings(benchmark.Settings, "", words, benchmark.QUICK)
+    assert settings.trials == 200 and settings.layers
+    assert (settings.batch_sizes, settings.rounds) == ((1, 16), 5)
+    assert parse_settings(benchmark.Settings, "", [], benchmark.QUICK) == benchmark.Settings()
 
 
 def test_what_is_named_twice_is_timed_once(checkpoint):

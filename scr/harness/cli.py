@@ -1,14 +1,19 @@
 """What every command shares: settings as a frozen dataclass, faults in one sentence, exit statuses."""
 
 import argparse
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from harness.paths import shown
+
 Settings = TypeVar("Settings")
+
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class Fault(Exception):
@@ -28,34 +33,83 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def parse_settings(
-    settings: type[Settings], description: str, arguments: list[str] | None = None
+    settings: type[Settings],
+    description: str | None,
+    arguments: list[str] | None = None,
+    quick: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Read the command line into the frozen dataclass `settings`, whose defaults are the options' defaults.
 
-    A field `batch_sizes: tuple[int, ...]` becomes `--batch-sizes 1 16 64`; a bool becomes a flag pair
-    `--name/--no-name`; `T | None` takes a T. A field's `metadata` gives `help`, and optionally `choices`.
+    A field `batch_sizes: tuple[int, ...]` becomes `--batch-sizes 1 16 64`, or `1,16,64`; a bool becomes a
+    flag pair `--name/--no-name`; `T | None` takes a T. A field's `metadata` gives `help`, and optionally
+    `choices`. `quick` holds the defaults that `--quick` brings: an option that is given wins over them.
     """
+    quick = quick or {}
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     hints = get_type_hints(settings)
     for field in fields(settings):
         kind, many = _element_type(hints[field.name])
-        default = field.default if field.default is not MISSING else None
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        text = field.metadata.get("help", "")
-        if shown not in (None, ""):
-            text += f" (default: {shown})"
-        options: dict[str, Any] = {"default": default, "help": text.replace("%", "%%")}
+        choices = field.metadata.get("choices")
+        text = _help(field, quick)
+        # What is not given is left out of the result, which tells it from a default that is given.
+        options: dict[str, Any] = {"default": argparse.SUPPRESS}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-            options["help"] = field.metadata.get("help", "")
+        elif many:
+            options.update(type=_several(kind, choices), nargs="+")
+            options["metavar"] = f"{{{','.join(choices)}}}" if choices else None
         else:
-            options.update(type=kind, choices=field.metadata.get("choices"))
-            options.update(nargs="+" if many else None, metavar=field.metadata.get("metavar"))
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    values = vars(parser.parse_args(arguments))
-    return settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+            options.update(type=kind, choices=choices)
+        parser.add_argument("--" + field.name.replace("_", "-"), help=text.replace("%", "%%"), **options)
+    given = vars(parser.parse_args(arguments))
+    if given.get("quick"):
+        given = {**quick, **given}
+    return settings(**{name: _flat(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
+def check_tag(tag: str | None) -> None:
+    """Raise Fault for a --tag that cannot name a folder of a reference run."""
+    if tag is not None and (tag == "plots" or not TAG.fullmatch(tag)):
+        raise Fault(f"the tag {tag!r} is no good: letters, digits, - and _; it names a folder.")
+
+
+def _help(field: Field[Any], quick: Mapping[str, Any]) -> str:
+    """The help of an option, with its defaults."""
+    notes = [] if field.default in (None, "", ()) else [f"default: {_words(field.default)}"]
+    notes += [f"with --quick: {_words(quick[field.name])}"] if field.name in quick else []
+    return field.metadata.get("help", "") + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _words(value: Any) -> str:
+    """A default as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return shown(value) if isinstance(value, Path) else str(value)
+
+
+def _several(kind: type, choices: Sequence[str] | None) -> Callable[[str], list[Any]]:
+    """A converter of one word of a list option: commas part values as spaces do, except in paths."""
+
+    def convert(word: str) -> list[Any]:
+        parts = [word] if issubclass(kind, Path) else [part for part in word.split(",") if part]
+        for part in parts:
+            if choices and part not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"invalid choice: {part!r} (choose from {', '.join(choices)})"
+                )
+        return [kind(part) for part in parts]
+
+    convert.__name__ = kind.__name__  # argparse says "invalid int value" by it
+    return convert
+
+
+def _flat(lists: list[list[Any]]) -> tuple[Any, ...]:
+    """The values of a list option."""
+    return tuple(value for words in lists for value in words)
 
 
 def _element_type(hint: Any) -> tuple[type, bool]:

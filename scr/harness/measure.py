@@ -41,7 +41,7 @@ from tqdm import tqdm
 from harness import statistics, tolerances
 from harness.cli import Fault
 from harness.paths import shown
-from harness.record import Record, rows_from
+from harness.record import Record, rows_from, save
 from harness.worker import Worker, WorkerCrash, WorkerError
 
 LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no interval says anything
@@ -551,6 +551,21 @@ def run_study(
     finally:
         for worker in study.workers.values():
             worker.close()
+
+
+def keep_partial(stop: Interrupted, path: Path) -> int:
+    """Store what was measured before Ctrl-C beside `path`, which stays; returns the exit status."""
+    partial = path.with_suffix(".partial.npz")
+    save(stop.record, partial)
+    print(f"interrupted: {len(stop.record.rows)} trials are in {shown(partial)}")
+    return 130
+
+
+def print_problems(record: Record) -> int:
+    """Say which backends could not run or were dropped; returns the exit status, 1 if one was dropped."""
+    for sentence in unavailable(record) + failed(record):
+        print(sentence)
+    return 1 if failed(record) else 0
 
 
 def failed(record: Record) -> list[str]:
