@@ -296,6 +296,16 @@ def test_runs_without_rungs_have_no_ladder():
     assert "Layers were not timed apart" in section(result, "Time by layer type")
 
 
+def test_the_architecture_gives_every_rung_s_launches_and_the_depthwise_steps_intensities(markdown):
+    body = section(markdown, "What each rung moves")
+    lines = {line.split(" | ")[0]: line.split(" | ") for line in body.splitlines()}
+    assert lines["| mlx"][1:] == ["93", "8.30 MB", "1.82", "1.91 |"]
+    assert lines["| mlx-folded-eager (not timed: folded, not compiled)"][1] == "38"
+    assert lines["| mlx-six (not timed: block, stem stored)"][1:3] == ["6", "756 kB"]
+    assert lines["| block 1"][1:] == ["2.20", "0.99", "2.90", "2.55", "66 % |"]
+    assert "What each rung moves" not in report_text(make_record(case="mobilenet", backends=("torch",)))
+
+
 def test_groups_come_in_the_order_of_the_cells_not_of_the_first_rows():
     parts = ("depthwise alone", "+ folded", "+ ReLU")
     pieces = [make_record(backends=("mlx-fused",), batch_sizes=(1,), study="ablation", case=c) for c in parts]

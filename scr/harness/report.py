@@ -181,6 +181,7 @@ def _add_ladder(add: Callable[..., None], first: Group, found: list[Group]) -> N
         add("Which rung wins at which batch", sections.winners(first))
         add("How much faster is possible", sections.headroom(first))
     add("Launches", sections.launches(first))
+    add("What each rung moves", sections.architecture() if first.is_network else "")
     shares = sections.layer_shares(found)
     add("Time by layer type", shares or "Layers were not timed apart in this run.", "layers")
     parts = sections.ablation(found)

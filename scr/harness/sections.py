@@ -38,6 +38,17 @@ from harness.tables import (
 )
 from harness.verdicts import by_verdict, compared
 
+# Rungs of the cost model that no backend runs: what lies between two that are timed.
+UNTIMED = {
+    "mlx-folded-eager": " (not timed: folded, not compiled)",
+    "mlx-six": " (not timed: block, stem stored)",
+}
+INTENSITIES = {  # of costs.depthwise_intensity, as a table names them
+    "convolution": "convolution alone",
+    "unfused": "three passes",
+    "fused": "one pass",
+    "folded": "one pass, BatchNorm folded",
+}
 PREDICTED_BATCHES = (1, 128)
 PREDICTED_RUNGS = ("mlx", "mlx-folded", "mlx-fused", "mlx-fused-compile", "mlx-block")
 
@@ -614,6 +625,36 @@ def launches(group: Group) -> str:
                 }
             )
     return markdown_table(rows, left=["how"])
+
+
+def architecture() -> str:
+    """What every rung launches and moves by the cost model alone, also rungs that no backend runs."""
+    alike: dict[costs.Form, list[str]] = {}
+    for rung, form in costs.RUNGS.items():
+        alike.setdefault(form, []).append(rung)
+    rows = []
+    for rung, *others in alike.values():
+        nbytes = costs.activation_bytes(rung)
+        rows.append(
+            {
+                "rung": ", ".join([rung + UNTIMED.get(rung, ""), *others]),
+                "launches": len(costs.launches(rung)),
+                "activations per image": quantity(nbytes, "B"),
+                "FLOP/byte at batch 1": ratio(costs.intensity(rung, 1)),
+                "FLOP/byte at large batches": ratio(costs.FLOPS / nbytes),
+            }
+        )
+    steps = []
+    for block in costs.BLOCKS:
+        found = costs.depthwise_intensity(block)
+        row = {"depthwise step of": block} | {name: ratio(found[key]) for key, name in INTENSITIES.items()}
+        steps.append(row | {"bytes saved": percent(100 * found["saved"])})
+    return (
+        "Computed, the same on every machine: float32, each input read once and each output written once. A "
+        f"rung is bound by memory where its FLOP/byte lies below the machine's ridge point.\n\n"
+        f"{markdown_table(rows)}\n\nThe depthwise convolution, the BatchNorm and the ReLU after it, in "
+        f"FLOP/byte at batch 1; what fusing them saves:\n\n{markdown_table(steps)}"
+    )
 
 
 def layer_shares(found: Sequence[Group]) -> str:
