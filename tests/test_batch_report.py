@@ -148,6 +148,26 @@ def test_slow_weights_are_found_as_the_missing_term() -> None:
     assert "is the price of a small product: in float32 one of 2 rows or more lasts as long as 1" in said
 
 
+def test_a_shortest_product_is_found_and_explains_the_other_widths() -> None:
+    """No product of two rows or more takes less than 10 launches; its size is read off the narrowest MLP."""
+
+    def slow(work: Work, backend: str, batch: int) -> float:
+        if work.family != "mlp" or batch == 1:
+            return 1.0
+        model = predict(work.layers(batch), LIMITS)
+        floor = LIMITS.call_s + work.sizes["depth"] * (10 + 1) * LIMITS.launch_s  # a ReLU: one launch
+        return max(model.total_s, floor) / model.total_s
+
+    study = Study(made_up("cuda", slow=slow, noise=0.0))
+    seconds, width = study.shortest["float32"]
+    assert seconds == pytest.approx(10 * LIMITS.launch_s, rel=0.02)
+    assert width == min(MLP_WIDTHS)
+    for curve in study.best("mlp"):
+        if curve.work.dtype == "float32" and curve.agreement > 1.5:
+            assert curve.knee.batch / study.corrected_knee(curve).batch == pytest.approx(1.0, abs=0.15)
+    assert Study(made_up("cuda")).shortest == Study(made_up("cpu")).shortest == {}
+
+
 def test_slow_arithmetic_is_told_from_slow_weights() -> None:
     def slow(work: Work, backend: str, batch: int) -> float:
         bound = predict(work.layers(batch), LIMITS).bound

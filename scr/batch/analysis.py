@@ -279,15 +279,63 @@ class Study:
                     found[dtype] = (float(np.median(rows)), curve.work.sizes["width"])
         return found
 
+    @cached_property
+    def shortest(self) -> dict[str, tuple[float, int]]:
+        """The other term that the model lacks, per dtype: (seconds, width at which they were measured).
+
+        The kernel of a matrix product takes its time however small the matrices are, more than that of the
+        floor cases. It is measured at the narrowest MLP that the model has bound by launches, over the
+        batches from 2 up that it has so bound (median), as what the layers that are no products leave of
+        the time; only where it is longer than a launch by a quarter.
+        """
+        found = {}
+        for dtype in {work.dtype for work in self.works}:
+            curves = [c for c in self.best("mlp") if c.work.dtype == dtype and c.predictions]
+            curves = [c for c in curves if c.predictions[0].bound == "launch" and c.limits.launch_s > 0]
+            if not curves:
+                continue
+            curve = min(curves, key=lambda c: c.work.sizes["width"])
+            limits, layers = curve.limits, curve.work.layers(1)
+            products = [layer for layer in layers if layer.flops]
+            others = limits.call_s + limits.launch_s * (len(layers) - len(products))
+            cells = zip(curve.batches, curve.seconds, curve.predictions, strict=True)
+            times = [
+                (seconds - others) / len(products)
+                for batch, seconds, model in cells
+                if batch >= 2 and model.bound == "launch"
+            ]
+            if len(times) >= 2 and np.median(times) > 1.25 * limits.launch_s:
+                found[dtype] = (float(np.median(times)), curve.work.sizes["width"])
+        return found
+
+    def measured_terms(self, dtype: str) -> tuple[int, ...]:
+        """The widths at which the missing terms of a dtype were measured."""
+        terms = (self.rows_paid, self.shortest)
+        return tuple(term[dtype][1] for term in terms if dtype in term)
+
     def corrected_knee(self, curve: Curve) -> Knee | None:
-        """The predicted knee if every product of two rows or more pays for `rows_paid`; None without it."""
-        if curve.work.dtype not in self.rows_paid or not curve.predictions or len(curve.batches) < 4:
+        """The predicted knee if every product of two rows or more pays for `rows_paid` and lasts at least
+        `shortest`; None without either.
+        """
+        if not self.measured_terms(curve.work.dtype) or not curve.predictions or len(curve.batches) < 4:
             return None
-        rows, _ = self.rows_paid[curve.work.dtype]
+        rows, _ = self.rows_paid.get(curve.work.dtype, (0.0, 0))
+        shortest, _ = self.shortest.get(curve.work.dtype, (0.0, 0))
+        launches = shortest / curve.limits.launch_s if shortest else 0.0
         seconds = []
         for batch in curve.batches:
-            factor = max(1.0, rows / batch) if batch > 1 else 1.0
-            layers = [replace(layer, flops=layer.flops * factor) for layer in curve.work.layers(batch)]
+            layers = curve.work.layers(batch)
+            if batch > 1:
+                layers = [
+                    replace(
+                        layer,
+                        flops=layer.flops * max(1.0, rows / batch),
+                        launches=max(layer.launches, launches),
+                    )
+                    if layer.flops
+                    else layer
+                    for layer in layers
+                ]
             seconds.append(predict(layers, curve.limits).total_s)
         return fit(curve.batches, seconds)
 

@@ -237,33 +237,41 @@ def missing_term(study: Study, curves: Sequence[Curve], flat: float, rise: float
         return f"The missing term is arithmetic, at {percent(100 / rise)} of the rate of a large product."
     explained = tried = 0
     said = []
-    for dtype, (rows, width) in sorted(study.rows_paid.items()):
-        others = [c for c in curves if c.work.dtype == dtype and c.work.sizes["width"] != width]
+    for dtype in sorted({*study.rows_paid, *study.shortest}):
+        measured = study.measured_terms(dtype)
+        others = [c for c in curves if c.work.dtype == dtype and c.work.sizes["width"] not in measured]
         ratios = [r for curve in others if (r := corrected_ratio(study, curve)) is not None]
         if not ratios:
             continue
         close = sum(1 / AGREE <= r <= AGREE for r in ratios)
-        explained, tried = explained + close, tried + len(ratios)
+        explained, tried = explained + close, tried + len(others)
+        terms = "both terms" if len(measured) > 1 else "that term"
         said.append(
-            f"in {dtype} one of 2 rows or more lasts as long as {rows:.0f} rows at the full rate (measured "
-            f"at width {width:,}), and with that term {close} of {len(ratios)} knees of the other widths lie "
-            f"within a factor {AGREE:g} (measured over predicted {span_of(ratios)})"
-        )
-    narrow = [c for c in curves if c.predictions[0].bound == "launch" and within(c.agreement) != "yes"]
-    shortest = ""
-    if narrow:
-        times = [flat_per_layer(curve) for curve in narrow]
-        launch = significant(1e6 * narrow[0].limits.launch_s, 2)
-        shortest = (
-            f" Where launches bound the model, a layer lasts {span_of(times)} µs instead of {launch} µs per "
-            "launch: a product has a shortest duration of its own."
+            f"in {dtype} {' and '.join(terms_of(study, dtype))}, and with {terms} {close} of {len(others)} "
+            f"knees of the other widths lie within a factor {AGREE:g} (measured over predicted, where both "
+            f"have one, {span_of(ratios)})"
         )
     if not said:
-        return f"The missing term is in the flat piece; no wide MLP shows its cause.{shortest}"
-    opening = (
-        "The missing term is" if explained == tried else "One missing term, but not all that is missing, is"
-    )
-    return f"{opening} the price of a small product: {'; '.join(said)}.{shortest}"
+        return (
+            "The missing term is in the flat piece; no width but the one that shows it can confirm its cause."
+        )
+    opening = "What is missing is" if explained == tried else "Part of what is missing is"
+    return f"{opening} the price of a small product: {'; '.join(said)}."
+
+
+def terms_of(study: Study, dtype: str) -> list[str]:
+    """The missing terms of a dtype, each with its measured size and the width that showed it."""
+    found = []
+    if dtype in study.rows_paid:
+        rows, width = study.rows_paid[dtype]
+        found.append(
+            f"one of 2 rows or more lasts as long as {rows:.0f} rows at the full rate (measured at width "
+            f"{width:,})"
+        )
+    if dtype in study.shortest:
+        seconds, width = study.shortest[dtype]
+        found.append(f"none of them less than {significant(1e6 * seconds)} µs (measured at width {width:,})")
+    return found
 
 
 def corrected_ratio(study: Study, curve: Curve) -> float | None:
@@ -408,7 +416,7 @@ def width_sweep(study: Study) -> str:
                 "rising piece": f"{ratio(factors.rise)}×" if factors else None,
                 "batch 2 ÷ 1": ratio(curve.at(2) / curve.at(1)) if curve.at(1) and curve.at(2) else None,
                 "best FLOP rate": percent(100 * curve.rate_share),
-                "knee with the term": knee_text(study.corrected_knee(curve)),
+                "knee with the terms": knee_text(study.corrected_knee(curve)),
                 "measured ÷ that": ratio(corrected),
                 f"within {AGREE:g}": within(corrected),
             }
@@ -420,19 +428,21 @@ def width_sweep(study: Study) -> str:
         "measured one."
     )
     paid = "; ".join(
-        f"{rows:.0f} rows in {dtype}, at width {width:,}"
-        for dtype, (rows, width) in sorted(study.rows_paid.items())
+        f"in {dtype} {' and '.join(terms_of(study, dtype))}"
+        for dtype in sorted({*study.rows_paid, *study.shortest})
     )
     second = (
         "What the model lacks. Flat and rising piece are measured over predicted latency of the two pieces "
         "of the fit; measured over predicted knee is the first divided by the second. The best FLOP rate is "
-        "that of the fastest batch, relative to a large product. The term: every product of two rows or "
+        "that of the fastest batch, relative to a large product; where it is low, a narrow product does not "
+        "fill the device, and the rising piece lasts longer too. The terms: every product of two rows or "
         "more lasts at least as long as one of so many rows at the full rate, because the routine works in "
-        "tiles of rows or reorders the weights first. It is the median over the batches from 2 to B* of the "
-        "widest MLP that reaches the full rate"
-        + (f" ({paid})" if paid else "")
-        + "; at the other widths it is a prediction. A single row is spared it: a matrix and a vector are "
-        "multiplied by another routine."
+        "tiles of rows or reorders the weights first (median over the batches from 2 to B* of the widest MLP "
+        "that reaches the full rate), and at least as long as the smallest takes (median over the batches "
+        "from 2 up of the narrowest MLP bound by launches)"
+        + (f": {paid}" if paid else "")
+        + ". At the other widths they are a prediction. A single row is spared them: a matrix and a vector "
+        "are multiplied by another routine."
     )
     parts = [markdown_table(formulas, left=["dtype", "in cache"]), note, second]
     return "\n\n".join([*parts, markdown_table(terms, left=["dtype"]), farthest(study)])

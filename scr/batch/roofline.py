@@ -73,7 +73,7 @@ class Layer:
     flops: float
     weight_bytes: float
     activation_bytes: float
-    launches: int = 1
+    launches: float = 1
 
     @property
     def bytes(self) -> float:
