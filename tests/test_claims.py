@@ -14,6 +14,8 @@ SEEDS = [
     {"accuracy": 0.99700, "recipe": "best"},
     {"recipe": "default"},
 ]
+TRIED = [{"us": us, "tiling": {"run": run}} for us, run in ((5.0, 1), (4.0, 1), (2.5, 7), (2.0, 14))]
+TRIED.append({"tiling": {"run": 7}})  # refused, so without a time
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def root(tmp_path, monkeypatch):
     save(Record(rows_from(rows)), tmp_path / "run.npz")
     (tmp_path / "facts.json").write_text(json.dumps({"seeds": SEEDS}))
     (tmp_path / "facts.json.gz").write_bytes(
-        gzip.compress(json.dumps({"some chain": {"us": 17.94}}).encode())
+        gzip.compress(json.dumps({"some chain": {"us": 17.94}, "tried": TRIED}).encode())
     )
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     claims._record.cache_clear()
@@ -50,6 +52,8 @@ def root(tmp_path, monkeypatch):
         ("json facts.json.gz some_chain.us {:.1f}_µs", "17.9 µs"),
         ("count facts.json seeds recipe=best", "2"),
         ("mean facts.json seeds accuracy {:.2%} recipe=best", "99.66%"),
+        ("gain facts.json.gz us tried?tiling.run=1 tried?tiling.run=7", "1.60×"),
+        ("gain facts.json.gz us tried?tiling.run=1 tried", "2.00×"),
         ("given the article", "2.89×"),
     ],
 )
@@ -83,6 +87,7 @@ def test_code_links_and_plain_numbers_are_left_alone():
         "json facts.json seeds.7.accuracy {}",
         "mean facts.json seeds accuracy {} recipe=none",
         "time run.npz fast 4 latency_ms=3",
+        "gain facts.json.gz us tried?tiling.run=1 tried?tiling.run=2",
     ],
 )
 def test_a_query_that_cannot_be_answered_is_a_fault(root, query):

@@ -46,6 +46,24 @@ def test_every_make_target_that_is_named_exists():
     assert named - targets == set() and {"bench", "test"} <= named
 
 
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_every_commit_that_is_named_exists():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git history here, or only its end")
+    named = re.findall(r"`([0-9a-f]{7})`", (ROOT / "README.md").read_text())
+    assert named
+    assert [commit for commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode] == []
+
+
+def test_the_study_s_pictures_are_shown():
+    text = (ROOT / "README.md").read_text()
+    for name in ("speedup", "ladder", "timeline"):
+        assert re.search(rf"!\[[^\]]{{20,}}\]\(output/[^)]*/{name}\.png\)", text), name
+
+
 def test_every_picture_has_an_alternative_text():
     for document in ("README.md", "conclusions/README.md"):
         path = ROOT / document

@@ -10,9 +10,11 @@ A claim is a pair of HTML comments, invisible when rendered, around the text tha
     json FILE KEY.KEY… FORMAT                           an entry of a .json or .json.gz file, by str.format
     count FILE KEY.KEY… [field=value …]                 entries of a JSON list whose fields read so
     mean FILE KEY.KEY… FIELD FORMAT [field=value …]     mean of a field over them
+    gain FILE FIELD BEFORE AFTER                        least FIELD of some entries ÷ that of others: 1.46×
     given REASON …                                      a number that no run produced, and where it comes from
 
-FILE is relative to the repository. A measured-looking number outside a claim is a fault too.
+FILE is relative to the repository; BEFORE and AFTER read KEY.KEY…?field=value&field=value, and a field may be
+dotted too. A measured-looking number outside a claim is a fault too.
 """
 
 import functools
@@ -124,6 +126,19 @@ def mean(file: str, path: str, field: str, form: str, *filters: str) -> str:
     return form.replace("_", " ").format(sum(values) / len(values))
 
 
+def gain(file: str, field: str, before: str, after: str) -> str:
+    """The least `field` of the entries that `before` selects over the least of `after`."""
+    least = []
+    for selector in (before, after):
+        path, _, filters = selector.partition("?")
+        entries = _entries(file, path, tuple(filters.split("&")) if filters else ())
+        values = [entry[field] for entry in entries if field in entry]
+        if not values:
+            raise ValueError(f"no entry of {selector} has {field}")
+        least.append(min(values))
+    return f"{_digits(least[0] / least[1])}×"
+
+
 QUERIES: dict[str, Callable[..., str]] = {
     "time": time,
     "speedup": speedup,
@@ -131,12 +146,17 @@ QUERIES: dict[str, Callable[..., str]] = {
     "json": json_entry,
     "count": count,
     "mean": mean,
+    "gain": gain,
 }
 
 
 def _entry(file: str, path: str) -> Any:
     """The entry of a JSON file at dotted `path`, in which _ may stand for a space of a key."""
-    value = _json(file)
+    return _at(_json(file), path)
+
+
+def _at(value: Any, path: str) -> Any:
+    """What lies at dotted `path` of a JSON value."""
     for key in path.split("."):
         if isinstance(value, list):
             value = value[int(key)]
@@ -147,8 +167,8 @@ def _entry(file: str, path: str) -> Any:
 
 def _entries(file: str, path: str, filters: tuple[str, ...]) -> list[dict]:
     """The entries of the list at `path` whose fields, as text, are what the filters field=value say."""
-    wanted = [tuple(one.split("=", 1)) for one in filters]
-    return [entry for entry in _entry(file, path) if all(str(entry[k]) == v for k, v in wanted)]
+    wanted = [one.partition("=") for one in filters]
+    return [entry for entry in _entry(file, path) if all(str(_at(entry, k)) == v for k, _, v in wanted)]
 
 
 def _comparison(
