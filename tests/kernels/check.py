@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scr"))
 import functools
 import json
 import multiprocessing
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -91,6 +90,15 @@ def write_texts(folder: Path, texts: dict[str, Text]) -> None:
     """One .metal file per text, complete as MLX compiles it but for MLX's own header."""
     for name, text in texts.items():
         write_atomic(folder / f"{name}.metal", text.complete)
+
+
+def apple_compiler_missing() -> str | None:
+    """Why Apple's compiler cannot run here, None if it can: xcrun is there without it too."""
+    try:
+        run = subprocess.run([*APPLE_COMPILER[:4], "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{APPLE_COMPILER[0]} cannot run ({error.strerror})"
+    return (run.stderr.strip() or "xcrun metal fails") if run.returncode else None
 
 
 def compile_with_xcode(texts: dict[str, Text]) -> Iterator[Result]:
@@ -203,16 +211,18 @@ def check(target: str, out: Path, jobs: int) -> bool:
         raise Fault(f"the {target} target cannot run here: {reason}")
     virtual = target == "metal" and "paravirtual" in mx.device_info()["device_name"].lower()
     results = [] if virtual else run_tasks(target, jobs)
-    if target == "metal" and shutil.which("xcrun"):
+    notes = []
+    if virtual:
+        notes.append("The GPU is a virtual machine's, which may give wrong results: no case was run.")
+    missing = apple_compiler_missing() if target == "metal" else None
+    if missing:
+        notes.append(f"No text was compiled by Apple's compiler: {missing}")
+    elif target == "metal":
         results += compile_with_xcode(generated_texts())
     if not results:
         raise Fault("nothing can be checked on a virtual machine's GPU without Xcode's tools; install them.")
     facts = machine.describe(sys.argv)
-    text = report(results, target, facts)
-    if virtual:
-        text = (
-            "The GPU is a virtual machine's, which gives wrong results: texts compiled, no case run.\n" + text
-        )
+    text = "\n".join([*notes, report(results, target, facts)])
     content = {"target": target, "tf32": False, "environment": facts}
     content["results"] = [vars(result) for result in results]
     write_atomic(out / "checks.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")

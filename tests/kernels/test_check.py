@@ -5,6 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_cases import CASES
+from msl_text import Text
 
 import kernels
 from harness.cli import Fault
@@ -55,3 +56,49 @@ def test_a_wrong_result_and_a_crash_are_both_reported():
     assert "macOS 26.1, MLX 0.32.4, TF32 off" in text
     assert "the compiler's message" in text
     assert text.count("FAILED square") == 3
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """A machine with Metal and one text; `name` is its GPU's. Nothing runs."""
+
+    def machine_with(name, *compiler):
+        passed = check.Result("square", "n 7", "float32", 1e-7, None)
+        monkeypatch.setattr(check, "APPLE_COMPILER", compiler)
+        monkeypatch.setattr(check.kernels, "unavailable", lambda target: None)
+        monkeypatch.setattr(check.mx, "device_info", lambda: {"device_name": name})
+        monkeypatch.setattr(check, "run_tasks", lambda target, jobs: [passed])
+        monkeypatch.setattr(
+            check, "generated_texts", lambda: {"square_1": Text("square_1", "the text", "", "", ())}
+        )
+        monkeypatch.setattr(check.machine, "describe", lambda _: FACTS)
+
+    return machine_with
+
+
+def test_without_apple_s_compiler_the_cases_count_and_the_report_says_so(metal, tmp_path):
+    metal("Apple M1", "no-such-xcrun")
+    assert check.check("metal", tmp_path, jobs=1)
+    text = (tmp_path / "checks.txt").read_text()
+    assert text.startswith("No text was compiled by Apple's compiler: no-such-xcrun cannot run")
+    assert "1 of 1 passed" in text
+
+
+def test_a_virtual_machine_s_gpu_runs_no_case(metal, tmp_path):
+    metal("Apple Paravirtual device", "true")
+    assert check.check("metal", tmp_path, jobs=1)
+    text = (tmp_path / "checks.txt").read_text()
+    assert text.startswith("The GPU is a virtual machine's") and "no case was run" in text
+    assert "xcrun metal" in text and "square  " not in text
+    metal("Apple Paravirtual device", "no-such-xcrun")
+    with pytest.raises(Fault, match="without Xcode's tools"):
+        check.check("metal", tmp_path, jobs=1)
+
+
+def test_a_text_that_does_not_compile_fails_the_check(metal, tmp_path):
+    compiler = tmp_path / "xcrun"
+    compiler.write_text('#!/bin/sh\n[ "$4" = --version ] && exit\necho "error: no such type" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    metal("Apple M1", str(compiler), "-sdk", "macosx", "metal")
+    assert not check.check("metal", tmp_path, jobs=1)
+    assert "error: no such type" in (tmp_path / "checks.txt").read_text()
