@@ -6,8 +6,8 @@
 // first copies its part of the matrix to `staged`, K·N/SPLITS floats of scratch: every load is then under way
 // at once, where the product's own loop waits for memory K / STEPS times. It pays where a GPU has few groups.
 template <int H, int W, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int RUN, int LD, int TP,
-          int NV, int STEPS, bool AHEAD, bool PACKED, bool STAGED, typename Source, typename Weights,
-          typename Input, typename Output>
+          int NV, int KPARTS, int STEPS, bool AHEAD, bool PACKED, bool STAGED, typename Source,
+          typename Weights, typename Input, typename Output>
 FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, ScratchPointer rows,
                           ScratchPointer staged, uint strip, uint split, uint lid, uint threads) {
   constexpr uint HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1;
@@ -23,10 +23,10 @@ FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, Scr
   depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
   SCRATCH_BARRIER;
   if (STAGED)
-    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
+    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, KPARTS, STEPS, AHEAD, PACKED, !SKIP>(
         rows, staged, bias, residual, y + first, pixels, lid, threads);
   else
-    product<K, LD, CHANNELS, N, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP>(
+    product<K, LD, CHANNELS, N, N, TP, NV, KPARTS, STEPS, AHEAD, PACKED, !SKIP>(
         rows, matrix, bias, residual, y + first, pixels, lid, threads);
 }
 
@@ -40,7 +40,7 @@ FUNCTION void block_of_all(const device T* x, Weights weights, device T* y, Scra
   for (uint i = group; i < batch * (STRIPS * SPLITS); i += groups) {
     const uint image = i / (STRIPS * SPLITS), strip = i / SPLITS % STRIPS;
     const Stored<const device T*, H, C> source = {x + ulong(image) * (H * H * C)};
-    block_strip<H, H, C, N, STRIDE, SKIP, ROWS, SPLITS, 1, LD, TP, 1, STEPS, AHEAD, false, STAGED>(
+    block_strip<H, H, C, N, STRIDE, SKIP, ROWS, SPLITS, 1, LD, TP, 1, 1, STEPS, AHEAD, false, STAGED>(
         source, weights, source.values, y + ulong(image) * (HEIGHT * HEIGHT * N), rows, rows + PIXELS * LD,
         strip, i % SPLITS, lid, threads);
     SCRATCH_BARRIER;

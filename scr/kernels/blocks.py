@@ -128,6 +128,7 @@ def block_call(
             ("LD", shape.depth + tiling.padding),
             ("TP", tiling.pixels),
             ("NV", tiling.vectors),
+            ("KPARTS", tiling.kparts),
             ("STEPS", tiling.steps),
             ("AHEAD", tiling.ahead),
             ("PACKED", target == "host"),

@@ -5,8 +5,8 @@
 //            head.metal, one after the other
 //
 // Constants: H, C0 stem channels, C1 channels of blocks 0 and 1, C2 of blocks 2 and 3, CLASSES; tiling as in
-// block.metal: RUN1 TP1 NV1 for blocks 0 and 1, RUN2 TP2 NV2 for blocks 2 and 3, STEPS AHEAD PACKED, PAD (row
-// padding of scratch); SLICES PARTS as in head.metal.
+// block.metal: RUN0 for block 0, RUN1 for block 1, TP1 NV1 KPARTS1 for both, RUN2 TP2 NV2 KPARTS2 for blocks
+// 2 and 3, STEPS AHEAD PACKED, PAD (row padding of scratch); SLICES PARTS as in head.metal.
 //
 // Work: 15.9 MFLOP per image by the usual count, 16.3 with what the stem is computed twice.
 // Bytes: sizeof(T)·(H² + CLASSES) per image; 415 KB of weights, read by every group through the caches.
@@ -28,21 +28,21 @@ pad_image<H, H, 2 * H1 + 1>(x + ulong(image) * (H * H), a, -1, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, H, C0> stem = {a, weights, -1};
 const device float* w = weights + 10 * C0;
-block_strip<H, H, C0, C1, 2, true, H1, 1, RUN1, LD0, TP1, NV1, STEPS, AHEAD, PACKED, false>(
+block_strip<H, H, C0, C1, 2, true, H1, 1, RUN0, LD0, TP1, NV1, KPARTS1, STEPS, AHEAD, PACKED, false>(
     stem, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 const Stored<ScratchPointer, H1, C1> wide = {a};
 w += 10 * C0 + (2 * C0 + 1) * C1;
-block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, STEPS, AHEAD, PACKED, false>(
+block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, KPARTS1, STEPS, AHEAD, PACKED, false>(
     wide, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 w += 10 * C1 + (C1 + 1) * C1;
-block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, STEPS, AHEAD, PACKED, false>(
+block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, KPARTS2, STEPS, AHEAD, PACKED, false>(
     wide, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 const Stored<ScratchPointer, H2, C2> deep = {a};
 w += 10 * C1 + (2 * C1 + 1) * C2;
-block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, STEPS, AHEAD, PACKED, false>(
+block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, KPARTS2, STEPS, AHEAD, PACKED, false>(
     deep, w, a, a, rows, rows, 0, 0, lid, threads);
 SCRATCH_BARRIER;
 w += 10 * C2 + (C2 + 1) * C2;

@@ -81,6 +81,10 @@ namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {
   return a * b + c;
 }
+// One thread has nobody to swap with.
+FUNCTION vf simd_shuffle_xor(vf given, uint) {
+  return given;
+}
 }  // namespace metal
 
 // Before a loop with a constant number of turns.

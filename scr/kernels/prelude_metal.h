@@ -6,7 +6,7 @@ using namespace metal;
 #define FUNCTION inline
 
 // Scratch memory of one threadgroup: declared at kernel scope, at most 32 KB in all.
-#define THREADGROUP_ARRAY(type, name, size) threadgroup type name[size]
+#define THREADGROUP_ARRAY(type, name, size) alignas(16) threadgroup type name[size]
 
 // A vector of VF channels.
 #define VF 4

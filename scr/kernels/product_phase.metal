@@ -10,34 +10,51 @@
 //   PACKED   weights [CHANNELS/(NV·VF)][K][NV·VF] (ROW has no meaning), pixel tiles fastest: one thread
 //            streams its weights from its first-level cache (CPU)
 //   else     channel tiles fastest, a thread's vectors as far apart as there are tiles: neighbouring threads
-//            load neighbouring vectors (GPU)
+//            load neighbouring vectors (GPU). Eight threads, whose 16-byte loads a GPU serves at once, keep
+//            to one line of weights: where there are 4 tiles more than a multiple of 8, they take 4 tiles of
+//            channels for two of pixels
+// KPARTS > 1 (GPUs, NV = 2, whole SIMD groups): so many threads of a SIMD group share a tile, each with its
+// part of K, which makes threads for large tiles of few pixels. They swap sums: the first part finishes the
+// first vector of each pixel, the second part the second.
 // Pixels past `pixels` are computed from whatever scratch holds and dropped. x may be y: a thread reads only
 // what it then overwrites.
-template <int K, int LD, int CHANNELS, int ROW, int N, int TP, int NV, int STEPS, bool AHEAD, bool PACKED,
-          bool IDENTITY, typename Scratch, typename Weights, typename Bias, typename Input, typename Output>
+template <int K, int LD, int CHANNELS, int ROW, int N, int TP, int NV, int KPARTS, int STEPS, bool AHEAD,
+          bool PACKED, bool IDENTITY, typename Scratch, typename Weights, typename Bias, typename Input,
+          typename Output>
 FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output y, uint pixels, uint lid,
                       uint threads) {
   constexpr uint TILE = NV * VF, TILES = CHANNELS / TILE;
   constexpr uint APART = PACKED ? VF : TILES * VF;  // a thread's channel vectors
   constexpr uint NEXT = PACKED ? TILE : ROW;        // from one k to the next
-  const uint pixel_tiles = (pixels + TP - 1) / TP;
-  for (uint i = lid; i < pixel_tiles * TILES; i += threads) {
-    const uint pixel = (PACKED ? i % pixel_tiles : i / TILES) * TP;
-    const uint channel = PACKED ? i / pixel_tiles * TILE : i % TILES * VF;
-    const Weights column = weights + (PACKED ? channel * K : channel);
+  constexpr uint DOWN = !PACKED && TILES % 8 == 4 ? 2 : 1, ACROSS = DOWN == 2 ? 4 : TILES;
+  constexpr uint SIMD = 32, LANES = SIMD / KPARTS;  // threads of a SIMD group that have the same part
+  constexpr int DEPTH = K / KPARTS;
+  const uint pixel_tiles = (pixels + TP - 1) / TP, tiles = (pixel_tiles + DOWN - 1) / DOWN * DOWN * TILES;
+  // All threads of a SIMD group have to take part in a swap, those without a tile too.
+  const uint turns = KPARTS == 1 ? tiles : (tiles * KPARTS + threads - 1) / threads * threads;
+  for (uint i = lid; i < turns; i += threads) {
+    const uint part = i / LANES % KPARTS, tile = KPARTS == 1 ? i : i / SIMD * LANES + i % LANES;
+    const uint row = PACKED ? i % pixel_tiles : tile / ACROSS % DOWN + tile / (TILES * DOWN) * DOWN;
+    const uint pixel = metal::min(row, pixel_tiles - 1) * TP, kept = row < pixel_tiles ? pixels - pixel : 0;
+    const uint channel = PACKED ? i / pixel_tiles * TILE
+                                : (tile % ACROSS + tile / (ACROSS * DOWN) % (TILES / ACROSS) * ACROSS) * VF;
+    const Weights column = weights + (PACKED ? channel * K : channel) + part * DEPTH * NEXT;
+    const Scratch values = rows + pixel * LD + part * DEPTH;
 
     vf sums[TP][NV], now[STEPS][NV], next[STEPS][NV];
     UNROLL for (int p = 0; p < TP; ++p)
       UNROLL for (int v = 0; v < NV; ++v) {
+        sums[p][v] = splat(0.0f);
+        if (KPARTS > 1 && uint(v) != part) continue;
         sums[p][v] = load_vf(bias + channel + v * APART);
-        if (IDENTITY && pixel + p < pixels)
+        if (IDENTITY && uint(p) < kept)
           sums[p][v] = sums[p][v] + load_vf(x + (pixel + p) * N + channel + v * APART);
       }
     UNROLL for (int s = 0; s < STEPS; ++s)
       UNROLL for (int v = 0; v < NV; ++v)
         next[s][v] = AHEAD ? load_vf(column + s * NEXT + v * APART) : splat(0.0f);
-    for (int k = 0; k < K; k += STEPS) {
-      const int from = AHEAD ? metal::min(k + STEPS, K - STEPS) : k;
+    for (int k = 0; k < DEPTH; k += STEPS) {
+      const int from = AHEAD ? metal::min(k + STEPS, DEPTH - STEPS) : k;
       UNROLL for (int s = 0; s < STEPS; ++s)
         UNROLL for (int v = 0; v < NV; ++v) {
           now[s][v] = next[s][v];
@@ -46,12 +63,23 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
       UNROLL for (int s = 0; s < STEPS; ++s)
         UNROLL for (int p = 0; p < TP; ++p)
           UNROLL for (int v = 0; v < NV; ++v)
-            sums[p][v] = metal::fma(splat(rows[(pixel + p) * LD + k + s]), AHEAD ? now[s][v] : next[s][v],
-                                    sums[p][v]);
+            sums[p][v] =
+                metal::fma(splat(values[p * LD + k + s]), AHEAD ? now[s][v] : next[s][v], sums[p][v]);
     }
-    UNROLL for (int p = 0; p < TP; ++p)
-      if (pixel + p < pixels)
-        UNROLL for (int v = 0; v < NV; ++v)
-          store_vf(y + (pixel + p) * N + channel + v * APART, metal::max(sums[p][v], splat(0.0f)));
+    if (KPARTS == 1) {
+      UNROLL for (int p = 0; p < TP; ++p)
+        if (uint(p) < kept)
+          UNROLL for (int v = 0; v < NV; ++v)
+            store_vf(y + (pixel + p) * N + channel + v * APART, metal::max(sums[p][v], splat(0.0f)));
+    } else {
+      const bool second = part % 2 == 1;
+      UNROLL for (int p = 0; p < TP; ++p) {
+        const vf own = second ? sums[p][NV - 1] : sums[p][0], given = second ? sums[p][0] : sums[p][NV - 1];
+        vf sum = own + metal::simd_shuffle_xor(given, LANES);
+        if (KPARTS == 4) sum = sum + metal::simd_shuffle_xor(sum, 2 * LANES);
+        if (uint(p) < kept && part < 2)
+          store_vf(y + (pixel + p) * N + channel + part * APART, metal::max(sum, splat(0.0f)));
+      }
+    }
   }
 }

@@ -10,7 +10,8 @@
 // computes 3·(2·RUN + 1) for the 4·RUN it needs (stride 2): 2.25 times the stem's work for RUN = 1, 1.55
 // for 14. In exchange the stem's output, 4·H·W·C bytes, is neither written nor read.
 // Bytes: sizeof(T)·(H·W + HEIGHT·WIDTH·N) per image; 4·(20C + K·N + N) once per batch.
-// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·ROWS + 3)·(W + 2) bytes; STAGED 4·K·N/SPLITS more.
+// Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·(ROWS - 1) + 5)·(W + 2) bytes; STAGED
+// 4·K·N/SPLITS more.
 // Default tiling: as block.metal's, but runs of 2 pixels on GPUs, where longer ones take registers from the stem.
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = 2 * C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
@@ -26,5 +27,5 @@ device T* output = y + ulong(image) * (HEIGHT * WIDTH * N);
 pad_image<H, W, IMAGE_ROWS>(x + ulong(image) * (H * W), padded, top, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, W, C> source = {padded, weights, top};
-block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED, STAGED>(
+block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, KPARTS, STEPS, AHEAD, PACKED, STAGED>(
     source, weights + 10 * C, output, output, rows, staged, strip, split, lid, threads);

@@ -12,6 +12,7 @@ from kernels import host
 from kernels.launcher import METAL_THREADGROUP_BYTES, STATIC_SHARED_BYTES
 
 GPU_VECTOR = 4  # channels in a `vf` of the GPU preludes
+SIMD_THREADS = 32  # in a SIMD group (a warp)
 SCRATCH_BYTES = METAL_THREADGROUP_BYTES
 CUDA_SCRATCH_BYTES = STATIC_SHARED_BYTES  # more needs a special launch
 HOST_SCRATCH_BYTES = 160 * 1024  # keeps a group's rows in a core's second-level cache
@@ -65,6 +66,7 @@ class Tiling:
     threads: int  # per group; 1 on the host
     padding: int  # floats between two rows of scratch
     staged: bool = False  # copy the group's weights to scratch first
+    kparts: int = 1  # threads that share a tile, each with its part of k: 1, 2 or 4
 
     def scratch_bytes(self, shape: BlockShape) -> int:
         """Threadgroup memory of one group."""
@@ -80,8 +82,12 @@ class Tiling:
             return f"channels must be multiples of {vector} and outputs of {tile}"
         if shape.out_width % self.run:
             return f"a run of {self.run} does not divide {shape.out_width} columns"
-        if shape.depth % self.steps:
-            return f"{self.steps} steps do not divide a depth of {shape.depth}"
+        if self.kparts not in (1, 2, 4):
+            return f"k is cut into 1, 2 or 4 parts, not {self.kparts}"
+        if shape.depth % (self.steps * self.kparts):
+            return f"{self.kparts} parts of {self.steps} steps do not divide a depth of {shape.depth}"
+        if self.kparts > 1 and (self.vectors != 2 or self.threads % SIMD_THREADS or vector != GPU_VECTOR):
+            return f"{self.kparts} parts of k need tiles of 2 vectors and whole SIMD groups of a GPU"
         if self.padding % GPU_VECTOR:
             return f"a padding of {self.padding} leaves rows of scratch unaligned"
         return None
@@ -101,13 +107,18 @@ class NetworkTiling:
     ahead: bool
     threads: int
     padding: int
+    kparts1: int = 1
+    kparts2: int = 1
+    run0: int | None = None  # of block 0, which computes the stem for its run; None: run1
 
     def misfit(self, shapes: tuple[BlockShape, ...], vector: int) -> str | None:
         """Why this tiling does not fit blocks of `shapes`, with vectors of `vector` channels, or None."""
-        wide, deep = (self.run1, self.pixels1, self.vectors1), (self.run2, self.pixels2, self.vectors2)
-        for shape, tile in zip(shapes, (wide, wide, deep, deep), strict=True):
-            tiling = Tiling(shape.out_height, 1, *tile, self.steps, self.ahead, self.threads, self.padding)
-            misfit = tiling.misfit(shape, vector)
+        first = (self.run0 or self.run1, self.pixels1, self.vectors1), self.kparts1
+        wide = (self.run1, self.pixels1, self.vectors1), self.kparts1
+        deep = (self.run2, self.pixels2, self.vectors2), self.kparts2
+        for shape, (tile, kparts) in zip(shapes, (first, wide, deep, deep), strict=True):
+            shared = self.steps, self.ahead, self.threads, self.padding
+            misfit = Tiling(shape.out_height, 1, *tile, *shared, kparts=kparts).misfit(shape, vector)
             if misfit:
                 return misfit
         return None
@@ -227,7 +238,8 @@ def _with_threads(tiling: Tiling, shape: BlockShape) -> Tiling:
     Those serve the depthwise phase and the staging, which are most of the work of a group with few tiles.
     """
     pixels = tiling.rows * shape.out_width
-    items = -(-pixels // tiling.pixels) * (shape.outputs // tiling.splits // (tiling.vectors * GPU_VECTOR))
+    columns = shape.outputs // tiling.splits // (tiling.vectors * GPU_VECTOR)
+    items = -(-pixels // tiling.pixels) * columns * tiling.kparts
     if tiling.staged:
         items = max(items, pixels // tiling.run * (shape.channels // GPU_VECTOR))
     return replace(tiling, threads=min(384, max(64, -(-items // 32) * 32)))

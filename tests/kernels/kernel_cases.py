@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 import kernels
-from kernels import BlockShape, Kernel, NetworkShape, Tiling, tilings
+from kernels import BlockShape, Kernel, NetworkShape, NetworkTiling, Tiling, tilings
 from kernels.square import square_call
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -292,7 +292,19 @@ RAGGED = (
     # Channels below a CPU's vector, strips that are no whole number of tiles, tilings with other switches.
     (BlockShape(3, 5, 4, 8, 1), Tiling(2, 2, 5, 4, 1, 4, False, 64, 4)),
     (BlockShape(5, 3, 8, 8, 1), Tiling(2, 1, 3, 4, 2, 2, True, 96, 0, staged=True)),
+    # Parts of K on neighbouring threads: of 7 pixel tiles two at a time, of a residual, of a stem.
+    (BlockShape(7, 7, 8, 96, 1), Tiling(7, 1, 7, 7, 2, 4, False, 128, 4, kparts=2)),
+    (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 2, 2, True, 32, 4, staged=True, kparts=4)),
+    (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
 )
+PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2)
+
+
+def describe(tiling: int | Tiling) -> str:
+    """What a label says of a tiling, or of the batch whose default it is."""
+    if isinstance(tiling, int):
+        return f"as for batch {tiling}"
+    return f"{tiling.kparts} parts of K" if tiling.kparts > 1 else "ragged tiles"
 
 
 def block_cases() -> Iterator[Case]:
@@ -301,6 +313,8 @@ def block_cases() -> Iterator[Case]:
     forms += [(shape, 3, 64, "float16", TARGETS) for shape in NETWORK.blocks]
     forms += [(shape, 3, 1, dtype, TARGETS) for shape in SMALL_BLOCKS for dtype in ("float32", "float16")]
     forms += [(shape, 3, tiling, "float32", ("metal", "cuda")) for shape, tiling in RAGGED]
+    in_parts = [(shape, tiling) for shape, tiling in RAGGED if tiling.kparts > 1]
+    forms += [(shape, 3, tiling, "float16", ("metal", "cuda")) for shape, tiling in in_parts]
     for shape, n, tiling, dtype, targets in forms:
         rng = generator("block", shape, dtype)
         channels = 1 if shape.stem else shape.channels
@@ -315,7 +329,7 @@ def block_cases() -> Iterator[Case]:
         sizes = f"{n}x{shape.height}x{shape.width}x{shape.channels}->{shape.outputs} stride {shape.stride}"
         yield Case(
             "stem_block" if shape.stem else "block",
-            f"{sizes}, {f'as for batch {tiling}' if isinstance(tiling, int) else 'ragged tiles'}",
+            f"{sizes}, {describe(tiling)}",
             dtype,
             call,
             lambda x=x, weights=weights: weights.apply(exact(x)),
@@ -353,13 +367,21 @@ def network_cases() -> Iterator[Case]:
             def five(target: str, x=x, weights=weights) -> mx.array:
                 return kernels.network_by_blocks(x, weights.packed(target), weights.shape, None, target)
 
-            for launches, call in (("one launch", one), ("five launches", five)):
+            def parts(target: str, x=x, weights=weights) -> mx.array:
+                return kernels.network(x, weights.packed(target), weights.shape, PARTS_OF_K, target)
+
+            for launches, call, targets in (
+                ("one launch", one, TARGETS),
+                ("five launches", five, TARGETS),
+                ("one launch, parts of K", parts, ("metal", "cuda")),
+            ):
                 yield Case(
                     "network",
                     f"{n}x28x28x1, {launches}",
                     dtype,
                     call,
                     lambda x=x, weights=weights: weights.apply(exact(x)),
+                    targets,
                 )
 
 

@@ -100,9 +100,9 @@ def expanded(text: Text) -> str:
     if run.returncode:
         raise Failed("syntax", run.stderr)
     lines = re.sub(r'^# (\d+) ("[^"]*").*$', r"#line \1 \2", run.stdout, flags=re.M)
-    # A threadgroup variable, unlike a threadgroup pointer, has no * or & before its name.
+    # A threadgroup variable, unlike a threadgroup pointer, has no * or & before its name. All are aligned.
     return "#include <metal_stdlib>\n" + re.sub(
-        r"\bthreadgroup\s+(\w+(?:\s*<[^<>;]*>)?)\s+(\w+)((?:\s*\[[^\]]*\])*)\s*;",
+        r"(?:\balignas\(\d+\)\s*)?\bthreadgroup\s+(\w+(?:\s*<[^<>;]*>)?)\s+(\w+)((?:\s*\[[^\]]*\])*)\s*;",
         r"THREADGROUP_VARIABLE(\1, \2, \3);",
         lines,
     )

@@ -12,7 +12,16 @@ from msl_text import Launch, metal_device
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 BARRIER = "SCRATCH_BARRIER;\n"
-RUN_TIME_CHECKS = {"address", "undefined", "unwritten", "uninitialised", "order", "race", "reference"}
+RUN_TIME_CHECKS = {
+    "address",
+    "undefined",
+    "barrier",
+    "unwritten",
+    "uninitialised",
+    "order",
+    "race",
+    "reference",
+}
 
 
 def case(start: str) -> Case:
@@ -28,6 +37,8 @@ TAIL = case("block 3x3x5x4->8 stride 1")  # whose last strip is not a whole numb
 STEM = case("stem_block 3x9x7x16->32 stride 2")
 HEAD = case("head 3x7x7x192->10")
 NETWORK = case("network 1x28x28x1, one launch")
+TWO_PARTS = case("block 3x7x7x8->96 stride 1, 2 parts")
+FOUR_PARTS = case("block 3x5x3x16->16 stride 1, 4 parts")
 
 BOUNDS = (
     # (case, check in the text, what is left of it)
@@ -43,7 +54,7 @@ BOUNDS = (
     (CONV, "metal::min(left + COLUMNS, C)", "left + COLUMNS"),
     (BLOCK, "if (y < 0 || y >= H) continue;", ""),
     (BLOCK, "if (x < 0 || x >= W) continue;", ""),
-    (TAIL, "if (pixel + p < pixels)\n", "\n"),
+    (TAIL, "if (uint(p) < kept)\n", "\n"),
     (STEM, "y >= 0 && ", ""),
     (STEM, "y < H && ", ""),
     (STEM, "x >= 0 && ", ""),
@@ -63,8 +74,23 @@ def mutated(launch: Launch, old: str, new: str, number: int | None = None) -> La
     return dataclasses.replace(launch, text=dataclasses.replace(launch.text, source=new.join(pieces)))
 
 
-@pytest.mark.parametrize(("case", "old", "new"), BOUNDS, ids=lambda part: str(part).strip())
-def test_missing_bounds_check_is_caught(case: Case, old: str, new: str):
+PARTS = (
+    # (case, how the parts of K find each other, an error in it)
+    (TWO_PARTS, "(tiles * KPARTS + threads - 1) / threads * threads", "tiles * KPARTS"),
+    (TWO_PARTS, "own + metal::simd_shuffle_xor(given, LANES)", "own"),
+    (TWO_PARTS, "simd_shuffle_xor(given, LANES)", "simd_shuffle_xor(given, LANES / 2)"),
+    (TWO_PARTS, "const bool second = part % 2 == 1", "const bool second = part % 2 == 0"),
+    (TWO_PARTS, "+ part * DEPTH;", ";"),
+    (TWO_PARTS, "+ part * DEPTH * NEXT;", ";"),
+    (TWO_PARTS, "KPARTS > 1 && uint(v) != part", "false"),
+    (TWO_PARTS, "row < pixel_tiles ? pixels - pixel : 0", "pixels - pixel"),
+    (FOUR_PARTS, "if (KPARTS == 4) sum", "if (false) sum"),
+    (FOUR_PARTS, "uint(p) < kept && part < 2", "uint(p) < kept"),
+)
+
+
+@pytest.mark.parametrize(("case", "old", "new"), BOUNDS + PARTS, ids=lambda part: str(part).strip())
+def test_missing_check_or_wrong_part_is_caught(case: Case, old: str, new: str):
     with pytest.raises(Failed) as failed:
         with metal_device(lambda launch: check_launch(mutated(launch, old, new))):
             result = case.call("metal")
@@ -72,7 +98,7 @@ def test_missing_bounds_check_is_caught(case: Case, old: str, new: str):
     assert failed.value.check in RUN_TIME_CHECKS, failed.value  # not because it no longer compiles
 
 
-@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, NETWORK], ids=str)
+@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, NETWORK, TWO_PARTS], ids=str)
 def test_each_missing_barrier_is_caught(case: Case):
     def check(launch: Launch) -> list[mx.array]:
         sound = build_kernel(launch.text, "thread").read_bytes()
