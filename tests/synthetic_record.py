@@ -20,10 +20,11 @@ BACKENDS = {
     "mlx-fused": ("cpu", 1.9, 9.0),
     "torch-graph": ("cuda", 0.1, 0.9),
     "mlx-block": ("host", 0.08, 0.155),
+    "mlx-block-32kb": ("cuda", 0.08, 0.155),
     "mlx-network": ("host", 0.13, 0.11),
 }
 
-CPU_BACKENDS = tuple(name for name in BACKENDS if name != "torch-graph")
+CPU_BACKENDS = tuple(name for name, (target, *_) in BACKENDS.items() if target != "cuda")
 
 CEILINGS = [
     {"name": "launch_wait", "framework": "torch", "target": "cpu", "unit": "ms", "value": 0.002},
@@ -71,6 +72,7 @@ GPU_MS = {
     "mlx-folded": (0.2, 0.3, 0.003),
     "mlx-fused": (0.4, 0.5, 0.0025),
     "mlx-block": (0.06, 0.024, 0.0005),
+    "mlx-block-32kb": (0.06, 0.027, 0.00058),
     "mlx-network": (0.05, 0.06, 0.00049),
 }
 

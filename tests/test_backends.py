@@ -7,6 +7,7 @@ from harness import tolerances
 from harness.backends import (
     BACKENDS,
     DEFAULT,
+    MetalDefaults,
     MlxNetwork,
     Options,
     TorchNetwork,
@@ -22,6 +23,7 @@ from harness.worker import Worker, resolve, time_burst
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
+mlx_model = pytest.importorskip("mlx_model")
 
 
 def images(batch_size):
@@ -118,10 +120,21 @@ def test_channels_last_is_channels_last(checkpoint):
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_metals_tilings_fit_metal(checkpoint):
+    for batch in (1, 16, 128, 512, 4096):
+        tilings = MetalDefaults().pick("block", batch)
+        assert len(tilings) == len(mlx_model.SHAPE.blocks)
+        for tiling, shape in zip(tilings, mlx_model.SHAPE.blocks, strict=True):
+            assert tiling.scratch_bytes(shape) <= 32 * 1024 and tiling.misfit(shape, 4) is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without an NVIDIA GPU")
 def test_what_needs_a_gpu_says_so(checkpoint):
-    with pytest.raises(Fault, match="CUDA graphs need an NVIDIA GPU"):
-        build(candidate("torch-graph", Options(checkpoint)))
+    for name in ("torch-graph", "torch-graph-channels-last", "torch-compile-overhead"):
+        with pytest.raises(Fault, match="CUDA graphs need an NVIDIA GPU"):
+            build(candidate(name, Options(checkpoint)))
+    with pytest.raises(Fault, match="Metal's tilings are compared with CUDA's on an NVIDIA GPU"):
+        build(candidate("mlx-block-32kb", Options(checkpoint, target="host")))
     with pytest.raises(Fault, match="PyTorch sees no cuda device here"):
         torch_device("cuda")
 

@@ -414,6 +414,9 @@ def test_a_gpus_report_is_named_after_it_and_has_its_clock_and_energy():
     assert "| mJ/image |" in header and "| 2.10 |" in line
     clocks = section(result, "Clocks")
     assert "Device time, × torch-graph:" in clocks and "| device ms |" in clocks
+    assert re.search(
+        r"32 KB of threadgroup memory cost here.*\n\n\| batch.*\n.*\n(.*\n)\| 128 .*0\.8\d", clocks
+    )
     prediction = section(result, "Prediction")
     assert re.search(
         r"\| 1 \| mlx-block \|.*launching and waiting: 0\.0\d+ ms beyond device time", prediction

@@ -32,7 +32,9 @@ BACKENDS = {
     "torch": "PyTorch, eager",
     "torch-channels-last": "PyTorch, eager, channels_last memory format",
     "torch-compile": "PyTorch under torch.compile, default mode",
+    "torch-compile-overhead": "torch.compile in mode reduce-overhead: its kernels in a CUDA graph",
     "torch-graph": "PyTorch, eager, replayed as a captured CUDA graph",
+    "torch-graph-channels-last": "the same in channels_last memory format",
     "onnxruntime": "the same weights in ONNX Runtime, on the CPU",
     "mlx": "MLX as written",
     "mlx-compile": "MLX under mx.compile",
@@ -40,6 +42,7 @@ BACKENDS = {
     "mlx-fused": "MLX with the fused depthwise + BatchNorm + ReLU kernel",
     "mlx-fused-compile": "the fused kernel, BatchNorm folded, under mx.compile around it",
     "mlx-block": "one fused launch per block and one for the head",
+    "mlx-block-32kb": "the same on NVIDIA, with Metal's default tilings (32 KB of threadgroup memory)",
     "mlx-network": "the whole network in one launch",
 }
 NO_TF32 = {"MLX_ENABLE_TF32": "0"}  # MLX reads it at import; PyTorch's switches are set by its backends
@@ -52,6 +55,7 @@ _MLX = {  # backend: (fusion level, under mx.compile)
     "mlx-fused": ("fused", False),
     "mlx-fused-compile": ("fused-folded", True),
     "mlx-block": ("block", False),
+    "mlx-block-32kb": ("block", False),
     "mlx-network": ("network", False),
 }
 
@@ -86,14 +90,16 @@ def candidate(name: str, options: Options) -> Candidate:
         level, compiled = _MLX[name]
         weights = str(options.mlx_checkpoint or options.checkpoint)
         arguments = common | {"checkpoint": weights, "level": level, "compiled": compiled}
-        arguments |= {"target": options.target, "tuned": options.tuned}
+        arguments |= {"target": options.target, "tuned": options.tuned, "as_metal": name == "mlx-block-32kb"}
         factory = "harness.backends:MlxNetwork"
         return Candidate(name, f"mlx{suffix}", factory, arguments, "mlx.core", variables)
     arguments = common | {"threads": options.threads}
     if name == "onnxruntime":
         return Candidate(name, name, "harness.backends:OnnxNetwork", arguments)
-    arguments |= {"device": options.device, "variant": name.removeprefix("torch-")}
-    arguments |= {"compile_mode": options.compile_mode, "tf32": options.tf32}
+    overhead = name == "torch-compile-overhead"
+    variant = "compile" if overhead else name.removeprefix("torch-")
+    mode = "reduce-overhead" if overhead else options.compile_mode
+    arguments |= {"device": options.device, "variant": variant, "compile_mode": mode, "tf32": options.tf32}
     return Candidate(name, f"torch{suffix}", "harness.backends:TorchNetwork", arguments, "torch", variables)
 
 
@@ -143,7 +149,10 @@ def reference(checkpoint: Path) -> Candidate:
 
 
 class TorchBackend(Backend):
-    """A PyTorch module in eval mode, on images. `variant`: torch, channels-last, compile or graph."""
+    """A PyTorch module in eval mode, on images.
+
+    `variant`: torch, channels-last, compile, graph or graph-channels-last.
+    """
 
     def __init__(
         self,
@@ -160,7 +169,9 @@ class TorchBackend(Backend):
         self.torch = torch
         self.target = torch_device(device)
         self.variant = variant
-        if variant == "graph" and self.target != "cuda":
+        self.graphed = variant.startswith("graph")
+        graphs = self.graphed or (variant == "compile" and compile_mode == "reduce-overhead")
+        if graphs and self.target != "cuda":
             raise Fault("CUDA graphs need an NVIDIA GPU")
         if variant == "compile" and self.target == "cpu":
             compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -171,7 +182,7 @@ class TorchBackend(Backend):
         if threads:
             torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-        layout = torch.channels_last if variant == "channels-last" else torch.contiguous_format
+        layout = torch.channels_last if variant.endswith("channels-last") else torch.contiguous_format
         self.form = {"device": self.target, "dtype": getattr(torch, dtype), "memory_format": layout}
         self.model = model.to(**self.form)
         self.compile_mode = compile_mode if variant == "compile" else None
@@ -188,7 +199,7 @@ class TorchBackend(Backend):
         torch = self.torch
         with torch.inference_mode():
             self.x = torch.from_numpy(batch).to(**self.form)
-            if self.variant == "graph":
+            if self.graphed:
                 if len(batch) not in self.graphs:
                     self.graphs[len(batch)] = self.capture()
                 self.graph, x, self.graph_output = self.graphs[len(batch)]
@@ -213,10 +224,15 @@ class TorchBackend(Backend):
     def run(self) -> None:
         """One forward, without autograd; on a GPU it may return early."""
         with self.torch.inference_mode():
-            if self.variant == "graph":
+            if self.graphed:
                 self.graph.replay()
                 self.outputs.append(self.graph_output)
             else:
+                if self.compile_mode not in (
+                    None,
+                    "default",
+                ):  # outputs of the last replay may be overwritten
+                    self.torch.compiler.cudagraph_mark_step_begin()
                 self.outputs.append(self.model(self.x))
 
     def synchronize(self) -> None:
@@ -430,6 +446,7 @@ class MlxNetwork(MlxBackend):
         compiled: bool = False,
         target: str | None = None,
         tuned: bool = True,
+        as_metal: bool = False,
     ) -> None:
         import mlx.core as mx
 
@@ -437,17 +454,22 @@ class MlxNetwork(MlxBackend):
         import mlx_model
         from harness import tuning
 
+        if as_metal and (target or kernels.default_target()) != "cuda":
+            raise Fault("Metal's tilings are compared with CUDA's on an NVIDIA GPU")
+
         if level not in mlx_model.LEVELS:
             raise Fault(f"the fusion level {level!r} is not built")
         if level in mlx_model.LAUNCH_LEVELS and dtype not in ("float32", "float16"):
             raise Fault(f"the {level} kernels store float32 or float16, not {dtype}")
         custom = level not in ("layers", "folded")
 
-        self.tiles = None  # "default" or "tuned", where the level has a choice of tilings
+        self.tiles = None  # "default", "tuned" or "Metal's", where the level has a choice of tilings
 
         def make() -> Any:
             tunings = None
-            if level in mlx_model.LAUNCH_LEVELS:
+            if as_metal:
+                tunings, self.tiles = MetalDefaults(), "Metal's"
+            elif level in mlx_model.LAUNCH_LEVELS:
                 found = tuning.load(target or kernels.default_target()) if tuned else None
                 tunings = found.tunings() if found and found.covers(level) else None
                 self.tiles = "tuned" if tunings else "default"
@@ -460,6 +482,17 @@ class MlxNetwork(MlxBackend):
     def facts(self) -> dict[str, Any]:
         """As any MLX backend's, and which tilings it runs with."""
         return super().facts() | ({"tiles": self.tiles} if self.tiles else {})
+
+
+class MetalDefaults:
+    """In the place of `kernels.Tunings`: what `mlx-block` takes on Metal, to be timed elsewhere."""
+
+    def pick(self, level: str, batch: int) -> tuple[Any, ...]:
+        """Metal's default tiling of every block for `batch` images."""
+        import mlx_model
+        from kernels import tilings
+
+        return tuple(tilings.default_tiling(shape, batch, "metal") for shape in mlx_model.SHAPE.blocks)
 
 
 # Primitives of MLX's graph that only describe memory; every other one is a launch on a GPU.

@@ -189,7 +189,9 @@ RUNGS = {
     "torch": Form(),
     "torch-channels-last": Form(),
     "torch-graph": Form(),
+    "torch-graph-channels-last": Form(),
     "torch-compile": Form(element_wise="merged"),
+    "torch-compile-overhead": Form(element_wise="merged"),
     "onnxruntime": Form(element_wise="inside"),
     "mlx": Form(MLX_NORM, pooling=2),
     "mlx-compile": Form(element_wise="merged", pooling=2),
@@ -199,6 +201,7 @@ RUNGS = {
     "mlx-fused-compile": Form(element_wise="merged", fused_depthwise=True, pooling=2),
     "mlx-six": Form(per_block=True, stem_apart=True),
     "mlx-block": Form(per_block=True),
+    "mlx-block-32kb": Form(per_block=True),
     "mlx-network": Form(whole=True),
 }
 
@@ -317,7 +320,7 @@ def peak_rate(dtype: str, device: str, limits: list[dict[str, Any]]) -> float | 
 
 def _launch_ms(backend: str, target: str, count: int, limits: list[dict[str, Any]]) -> float | None:
     """The price of a rung's launches. On the host target, custom kernels are launched by the host's pool."""
-    if backend == "torch-graph":
+    if backend in ("torch-graph", "torch-graph-channels-last", "torch-compile-overhead"):  # one graph
         count = 1
     framework = backend.split("-")[0]
     own = {"mlx-fused": len(BLOCKS), "mlx-block": count, "mlx-network": count}.get(backend, 0)

@@ -59,7 +59,9 @@ BACKENDS = {
     "torch": ("#0077FF", "o"),
     "torch-channels-last": ("#70ACFF", "s"),
     "torch-compile": ("#180CD2", "^"),
+    "torch-compile-overhead": ("#0F038B", "<"),
     "torch-graph": ("#3F94A8", "v"),
+    "torch-graph-channels-last": ("#030631", ">"),
     "onnxruntime": ("#080808", "P"),
     "mlx": ("#A7C772", "o"),
     "mlx-compile": ("#C3BD07", "^"),
@@ -67,6 +69,7 @@ BACKENDS = {
     "mlx-fused": ("#9E6C02", "D"),
     "mlx-fused-compile": ("#734550", "v"),
     "mlx-block": ("#731E04", "X"),
+    "mlx-block-32kb": ("#9D7156", "p"),
     "mlx-network": ("#6E187D", "*"),
 }
 OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933", "#444444")

@@ -142,7 +142,10 @@ def text(
     prediction = sections.prediction(first)
     add("Prediction and measurement", prediction, "roofline")
     add("The machine's limits", sections.ceilings_table(record))
-    add("Clocks", _paragraphs(sections.clocks(first), sections.device_speedups(first)))
+    add(
+        "Clocks",
+        _paragraphs(sections.clocks(first), sections.device_speedups(first), sections.metal_default(first)),
+    )
     add("The lazy-evaluation trap", sections.lazy_trap(first))
     add("Cold start and memory", sections.cold_start(first))
     add("Correctness", sections.correctness(record))

@@ -391,6 +391,28 @@ def device_speedups(group: Group) -> str:
     return f"Device time, × {baseline}:\n\n" + markdown_table(rows, left=names)
 
 
+def metal_default(group: Group) -> str:
+    """What the tilings cost that fit Metal's 32 KB of threadgroup memory, where an NVIDIA GPU ran both."""
+    own, other = "mlx-block", "mlx-block-32kb"
+    rows = [
+        {"batch": size}
+        | {
+            clock: verdict_cell(group.speedup(other, own, size, kind))
+            for clock, kind in (("wall", "latency"), ("device", "device"))
+            if group.p50(own, size, kind) is not None and group.p50(other, size, kind) is not None
+        }
+        for size in group.batch_sizes
+        if group.p50(own, size) is not None and group.p50(other, size) is not None
+    ]
+    if not rows:
+        return ""
+    return (
+        f"What Metal's 32 KB of threadgroup memory cost here: `{other}`, with the tilings that are Metal's "
+        f"default, × `{own}`, with CUDA's. It is the best estimate there is of the loss on a Mac, where "
+        "nothing was measured:\n\n" + markdown_table(rows, left=["wall", "device"])
+    )
+
+
 def lazy_trap(group: Group) -> str:
     """Time until the call returns beside the true time, where the two differ."""
     rows, worst, waiting = [], None, []
