@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ def main() -> None:
         times = {path.suffix[1:]: cold_starts(path, settings.cold_starts) for path in (source, target)}
         path = target.with_name("export.json")
         device = "CPU" if mx.default_device() == mx.cpu else "GPU"
-        training_report.write_json(path, {"mlx": mx.__version__, "device": device, "cold_start_ms": times})
+        training_report.write_json(path, {"mlx": version("mlx"), "device": device, "cold_start_ms": times})
         print(f"wrote {shown(path)}")
 
 

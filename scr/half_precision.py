@@ -8,6 +8,7 @@ compared with PyTorch's in float32 on the CPU, BatchNorm as written. Layout: PyT
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ def evaluate(checkpoint: Path, digits: Digits, device: torch.device) -> dict[str
     for dtype in DTYPES:
         kind = getattr(torch, dtype)
         network = fold_batchnorm(model).to(device, kind) if dtype != "float32" else folded.to(device)
-        logits = in_batches(
-            images, lambda batch, network=network, kind=kind: torch_logits(network, batch, kind, device)
-        )
+        logits = in_batches(images, partial(torch_logits, network, dtype=kind, device=device))
         name = training.device_name(device)
         entries.append(compare("PyTorch, folded", name, dtype, logits, wanted, digits.test_labels))
     return {"entries": entries + mlx_entries(checkpoint, images, wanted, digits.test_labels)}
@@ -65,8 +64,8 @@ def mlx_entries(
         if on_cpu and dtype != "bfloat16" and kernels.unavailable(kernels.default_target()) is None:
             level = "network"  # MLX's own convolutions take 40 times as long on a CPU
         model = mlx_model.get_model(level, checkpoint, getattr(mx, dtype))
-        logits = in_batches(batches, lambda batch, model=model: mlx_logits(model, batch))
-        device = "CPU" if on_cpu else mx.device_info()["device_name"]
+        logits = in_batches(batches, partial(mlx_logits, model))
+        device = "CPU" if on_cpu else str(mx.device_info()["device_name"])
         entries.append(compare(f"MLX, level {level}", device, dtype, logits, wanted, labels))
     return entries
 
@@ -112,13 +111,12 @@ def first_nonfinite_mlx_layer(model: Any, batch: Any) -> str:
     stands in for it.
     """
     import mlx.core as mx
-    from mlx.utils import tree_flatten
 
     import mlx_model
 
     if model.level in mlx_model.LAUNCH_LEVELS:
         inner = mlx_model.DepthwiseMNIST("folded", model.dtype)
-        inner.load_weights(tree_flatten(model.parameters()))
+        inner.load_weights(list(mlx_model.flat(model).items()))
         inner.eval()
         model = inner.fold()
 

@@ -12,7 +12,7 @@ A fusion level is a value, not a copy of the model. Every level has the same par
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -391,7 +391,7 @@ def load_exported(path: Path | str, model: DepthwiseMNIST) -> DepthwiseMNIST:
     """
     arrays, _ = read_exported(path)
     name = shown(path)
-    expected = {key: value.shape for key, value in tree_flatten(model.parameters())}
+    expected = {key: value.shape for key, value in flat(model).items()}
     faults = {
         "missing": [key for key in expected if key not in arrays],
         "unexpected": [key for key in arrays if key not in expected],
@@ -418,7 +418,8 @@ def read_exported(path: Path | str) -> tuple[dict[str, mx.array], dict[str, str]
         raise Fault(f"{name} does not exist; `python scr/export.py` makes it.")
     try:
         # The format is named since MLX otherwise goes by the file's suffix.
-        arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+        loaded = mx.load(str(path), format="safetensors", return_metadata=True)
+        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
         mx.eval(arrays)
     except (RuntimeError, ValueError, OSError) as error:
         raise Fault(f"{name} is damaged or no safetensors file; export the checkpoint again.") from error
@@ -458,7 +459,12 @@ def _fill(model: DepthwiseMNIST, weights: list[tuple[str, mx.array]], source: st
 
 def count_params(model: nn.Module) -> int:
     """Number of parameter elements, BatchNorm's running statistics among them (103,786 for this network)."""
-    return sum(value.size for _, value in tree_flatten(model.parameters()))
+    return sum(value.size for value in flat(model).values())
+
+
+def flat(model: nn.Module) -> dict[str, mx.array]:
+    """The parameters of `model` by dotted name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
 
 
 def get_model(

@@ -86,8 +86,8 @@ def load_digits(data_dir: Path | str, download: bool = True) -> Digits:
             print(f"download: {problem}", file=sys.stderr)
     if not found:
         return _packaged()
-    arrays, provenance = _read(found)
-    return Digits(*arrays, source=source, provenance=provenance)
+    (train_images, train_labels, test_images, test_labels), provenance = _read(found)
+    return Digits(train_images, train_labels, test_images, test_labels, source, provenance)
 
 
 def test_digits(data_dir: Path | str) -> tuple[np.ndarray, np.ndarray, str]:
@@ -104,7 +104,7 @@ def test_digits(data_dir: Path | str) -> tuple[np.ndarray, np.ndarray, str]:
     return images, labels, "MNIST test set, IDX files from disk"
 
 
-test_digits.__test__ = False  # the name is the set's, not a test's, for pytest when it is imported
+vars(test_digits)["__test__"] = False  # the name is the set's, not a test's, for pytest when it is imported
 
 
 def normalise(images: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ def _find(raw: Path, names: tuple[str, ...]) -> dict[str, Path]:
         raise Fault(
             f"{shown(raw)} cannot be read ({error.strerror}); mend it or name another --data-dir."
         ) from error
-    found = {}
+    found: dict[str, Path] = {}
     for name in names:
         for candidate in (name, name + ".gz"):
             if candidate in present:

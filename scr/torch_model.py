@@ -41,7 +41,7 @@ class DepthwiseSeparableConv(nn.Module):
         self.pw = nn.Conv2d(channels_in, channels_out, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels_out)
         if stride == 1 and channels_in == channels_out:
-            self.skip = nn.Identity()
+            self.skip: nn.Module = nn.Identity()
         else:
             self.skip = nn.Sequential(
                 nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out)
@@ -56,7 +56,7 @@ class DepthwiseSeparableConv(nn.Module):
 class DepthwiseMNIST(nn.Module):
     """The article's network: 101,098 trainable parameters; images (N, 1, 28, 28) -> logits (N, 10)."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Sequential(
             nn.Conv2d(1, STEM_CHANNELS, 3, padding=1, bias=False), nn.BatchNorm2d(STEM_CHANNELS), nn.ReLU()
@@ -177,14 +177,20 @@ def fold_batchnorm(model: DepthwiseMNIST) -> DepthwiseMNIST:
     The folded convolutions have a bias; the BatchNorm places hold the identity, so names stay as they were.
     """
     folded = copy.deepcopy(model).eval()
-    folded.conv1[0] = fuse_conv_bn_eval(folded.conv1[0], folded.conv1[1])
+    folded.conv1[0] = _fused(folded.conv1[0], folded.conv1[1])
     folded.conv1[1] = nn.Identity()
     for block in folded.stages:
-        block.dw, block.bn1 = fuse_conv_bn_eval(block.dw, block.bn1), nn.Identity()
-        block.pw, block.bn2 = fuse_conv_bn_eval(block.pw, block.bn2), nn.Identity()
+        block.dw, block.bn1 = _fused(block.dw, block.bn1), nn.Identity()
+        block.pw, block.bn2 = _fused(block.pw, block.bn2), nn.Identity()
         if isinstance(block.skip, nn.Sequential):
-            block.skip = fuse_conv_bn_eval(block.skip[0], block.skip[1])
+            block.skip = _fused(block.skip[0], block.skip[1])
     return folded
+
+
+def _fused(conv: torch.Tensor | nn.Module, norm: torch.Tensor | nn.Module) -> nn.Conv2d:
+    """A convolution and the BatchNorm behind it as one convolution."""
+    assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+    return fuse_conv_bn_eval(conv, norm)
 
 
 def _load_pickle(path: Path, name: str) -> object:

@@ -35,6 +35,7 @@ import training
 import training_report
 from harness.cli import Fault, parse_settings, run_command
 from harness.paths import CONCLUSIONS, DATA, OUTPUT, shown, write_atomic
+from harness.present import present
 from torch_model import save_checkpoint
 
 
@@ -111,6 +112,7 @@ def train(settings: Settings) -> None:
 
     def tick(read_loss: Callable[[], float]) -> None:
         nonlocal shown_at
+        assert bar is not None, "begin comes first"
         bar.update()
         now = time.monotonic()
         if not bar.disable and now - shown_at > 0.5:  # reading the loss waits for the device
@@ -172,7 +174,7 @@ def study(settings: Settings) -> None:
     """
     digits = load(settings)
     recipes = {name: adjusted(recipe, settings) for name, recipe in training.RECIPES.items()}
-    content = {"recipes": {name: asdict(recipe) for name, recipe in recipes.items()}}
+    content: dict[str, Any] = {"recipes": {name: asdict(recipe) for name, recipe in recipes.items()}}
     content |= circumstances(digits, settings)
     path, scratch = settings.output / "training_seeds.json", settings.output / "study"
     if settings.resume:
@@ -193,7 +195,7 @@ def search(settings: Settings) -> None:
     """Train seeds 0, 1, … of every candidate, without the test set, and compare them by validation."""
     digits = load(settings)
     candidates = {name: adjusted(recipe, settings) for name, recipe in training.CANDIDATES.items()}
-    content = {"candidates": {name: asdict(recipe) for name, recipe in candidates.items()}}
+    content: dict[str, Any] = {"candidates": {name: asdict(recipe) for name, recipe in candidates.items()}}
     content |= circumstances(digits, settings)
     path, scratch = settings.output / "training_search.json", settings.output / "search"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -257,7 +259,7 @@ def trainings(
                         raise Fault(
                             f"the training of recipe {key[0]}, seed {key[1]}, failed: {''.join(tail)}"
                         )
-                    yield key, training_report.read_json(folder / "best_model.json")
+                    yield key, present(training_report.read_json(folder / "best_model.json"))
                     bar.update()
                 time.sleep(0.1)
     finally:

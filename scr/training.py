@@ -161,7 +161,7 @@ class Preparation:
 
         Drawn for a whole epoch at once: one transfer to the device instead of one per batch.
         """
-        if not self.augments:
+        if self.recipe is None or not self.augments:
             return None
         uniform = 2 * torch.rand((count, 6), generator=generator) - 1
         return affine(uniform, self.recipe).to(self.images.device)

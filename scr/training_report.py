@@ -100,7 +100,7 @@ def draw_confusion(summary: dict[str, Any]) -> plt.Figure:
     axis.imshow(mistakes, cmap="Reds", vmin=0, vmax=max(1, mistakes.max()))
     for row, column in np.ndindex(confusion.shape):
         if confusion[row, column]:
-            axis.text(column, row, confusion[row, column], ha="center", va="center", fontsize=8)
+            axis.text(column, row, str(confusion[row, column]), ha="center", va="center", fontsize=8)
     axis.set(
         xlabel="answer",
         ylabel="label",

@@ -22,6 +22,7 @@ from batch.roofline import (
     predict,
     ridge_batch,
 )
+from harness.present import present
 from harness.record import Record
 
 FREE = 1.1  # a batch is free while latency stays within this factor of batch 1
@@ -40,6 +41,11 @@ class Curve:
     batches: list[int]
     trials: list[np.ndarray]  # seconds, one array per batch
     limits: Limits | None  # None where the machine's limits could not be measured
+
+    @property
+    def known_limits(self) -> Limits:
+        """The limits of a curve that has predictions."""
+        return present(self.limits)
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -99,16 +105,20 @@ class Curve:
     def rate_share(self) -> float:
         """FLOP rate of the fastest batch ÷ that of the limits."""
         rates = [self.work.flops(b) / s for b, s in zip(self.batches, self.seconds, strict=True)]
-        return max(rates) / self.limits.flop_rate
+        return max(rates) / self.known_limits.flop_rate
 
     @property
     def exponent(self) -> float:
         """Slope between the first and the last batch on log-log axes: 1 is proportional."""
         return math.log(self.seconds[-1] / self.seconds[0]) / math.log(self.batches[-1] / self.batches[0])
 
+    def __getitem__(self, batch: int) -> float:
+        """Median seconds at a batch that was measured."""
+        return float(self.seconds[self.batches.index(batch)])
+
     def at(self, batch: int) -> float | None:
         """Median seconds at a batch, None where it was not measured."""
-        return float(self.seconds[self.batches.index(batch)]) if batch in self.batches else None
+        return self[batch] if batch in self.batches else None
 
 
 @dataclass(frozen=True)
@@ -163,8 +173,7 @@ class Study:
         """
         group = self.groups[work.name, work.dtype, backend, kind]
         whole = self.groups[work.name, work.dtype, backend, "latency"]
-        by_batch = {int(batch): rows for batch, rows in whole.groupby("batch_size")}
-        by_batch |= {int(batch): rows for batch, rows in group.groupby("batch_size")}
+        by_batch = {batch: rows for rows_of in (whole, group) for batch, rows in batches_of(rows_of)}
         batches = sorted(by_batch)
         return Curve(
             work=work,
@@ -189,13 +198,13 @@ class Study:
             work = next((w for w in self.works if (w.name, w.dtype, w.kind) == (case, dtype, "mlp")), None)
             if work is None or work.family == "floor":
                 continue
-            for batch, rows in group.groupby("batch_size"):
+            for batch, rows in batches_of(group):
                 seconds = rows["latency_ms"].median() / 1e3
-                rate = work.flops(int(batch)) / seconds
+                rate = work.flops(batch) / seconds
                 if rate > max(
                     flop_rate(ceilings, device, dtype) or math.inf, getattr(best.get(dtype), "value", 0)
                 ):
-                    best[dtype] = Reached("FLOP rate", rate, work, int(batch), work.bytes(int(batch)))
+                    best[dtype] = Reached("FLOP rate", rate, work, batch, work.bytes(batch))
                 if batch == 1 and copies:
                     read = work.bytes(1) / seconds
                     if read > Limits(1.0, copies).bandwidth_at(work.bytes(1)):
@@ -268,7 +277,7 @@ class Study:
             curves = [c for c in self.best("mlp") if c.work.dtype == dtype and c.predictions]
             curves = [c for c in curves if c.predictions[0].bound == "memory" and c.rate_share >= FULL_RATE]
             for curve in sorted(curves, key=lambda c: c.work.sizes["width"]):
-                per_row = curve.work.flops(1) / curve.limits.flop_rate
+                per_row = curve.work.flops(1) / curve.known_limits.flop_rate
                 ridge = self.ridge(curve)
                 rows = [
                     seconds / per_row
@@ -291,11 +300,11 @@ class Study:
         found = {}
         for dtype in {work.dtype for work in self.works}:
             curves = [c for c in self.best("mlp") if c.work.dtype == dtype and c.predictions]
-            curves = [c for c in curves if c.predictions[0].bound == "launch" and c.limits.launch_s > 0]
+            curves = [c for c in curves if c.predictions[0].bound == "launch" and c.known_limits.launch_s > 0]
             if not curves:
                 continue
             curve = min(curves, key=lambda c: c.work.sizes["width"])
-            limits, layers = curve.limits, curve.work.layers(1)
+            limits, layers = curve.known_limits, curve.work.layers(1)
             products = [layer for layer in layers if layer.flops]
             others = limits.call_s + limits.launch_s * (len(layers) - len(products))
             cells = zip(curve.batches, curve.seconds, curve.predictions, strict=True)
@@ -321,7 +330,8 @@ class Study:
             return None
         rows, _ = self.rows_paid.get(curve.work.dtype, (0.0, 0))
         shortest, _ = self.shortest.get(curve.work.dtype, (0.0, 0))
-        launches = shortest / curve.limits.launch_s if shortest else 0.0
+        limits = curve.known_limits
+        launches = shortest / limits.launch_s if shortest else 0.0
         seconds = []
         for batch in curve.batches:
             layers = curve.work.layers(batch)
@@ -336,14 +346,20 @@ class Study:
                     else layer
                     for layer in layers
                 ]
-            seconds.append(predict(layers, curve.limits).total_s)
+            seconds.append(predict(layers, limits).total_s)
         return fit(curve.batches, seconds)
 
     def median(self, case: str, dtype: str, backend: str, kind: str, batch: int) -> float | None:
         """Median seconds of one cell, None where it has no rows."""
         group = self.groups.get((case, dtype, backend, kind))
-        rows = group[group["batch_size"] == batch] if group is not None else ()
-        return float(rows["latency_ms"].median()) / 1e3 if len(rows) else None
+        if group is None or not (chosen := group["batch_size"] == batch).any():
+            return None
+        return float(group.loc[chosen, "latency_ms"].median()) / 1e3
+
+
+def batches_of(rows: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
+    """The rows of each batch size, rising."""
+    return [(batch, rows[rows["batch_size"] == batch]) for batch in sorted(map(int, set(rows["batch_size"])))]
 
 
 def bandwidths(
@@ -394,4 +410,5 @@ def missing(curve: Curve) -> Missing | None:
     """The two factors, None unless both curves show a knee."""
     if curve.agreement is None:
         return None
-    return Missing(curve.knee.flat / curve.predicted_knee.flat, curve.knee.rise / curve.predicted_knee.rise)
+    measured, model = present(curve.knee), present(curve.predicted_knee)
+    return Missing(measured.flat / model.flat, measured.rise / model.rise)

@@ -5,6 +5,7 @@ record alone (`Work.layers`). The batches are one list for every machine; what w
 memory or take too long on its processor is trimmed by a rule, and the report says what was.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,9 +110,9 @@ def all_works(device: str, memory_bytes: float, quick: bool = False) -> list[Wor
         name = f"decoder, context {context}" if context else "decoder without attention"
         sizes = {"width": 1024, "context": context}
         works.append(Work(name, "decoder", "decoder", sizes, doubling(64 if gpu else 32)))
+    block = {"width": 1024, "inner": 2048, "experts": EXPERTS, "chosen": CHOSEN}
     for routing in ROUTINGS:
-        sizes = {"width": 1024, "inner": 2048, "experts": EXPERTS, "chosen": CHOSEN, "routing": routing}
-        works.append(Work(f"experts, {routing}", "experts", "experts", sizes, many))
+        works.append(Work(f"experts, {routing}", "experts", "experts", block | {"routing": routing}, many))
     if quick:
         works = [quicker(work) for work in works if work.sizes.get("width", 0) <= 1024]
     return [trim(work, device, memory_bytes) for work in works]
@@ -244,7 +245,7 @@ def resnet_layers(batch: int, size: int) -> list[Layer]:
     return layers
 
 
-COSTS = {
+COSTS: dict[str, Callable[..., list[Layer]]] = {
     "mlp": mlp_layers,
     "linear": linear_layers,
     "convolution": convolution_layers,

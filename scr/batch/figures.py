@@ -6,13 +6,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.typing import LineStyleType
 
 from batch.analysis import Curve, Study
 from batch.cases import MLP_DEPTH, MLP_WIDTHS
 from batch.study import device_case
 from harness import plots
 
-PARTS = {"launch": ("#777777", ":"), "memory": ("#009E73", "--"), "compute": ("#D55E00", "-.")}
+PARTS: dict[str, tuple[str, LineStyleType]] = {
+    "launch": ("#777777", ":"),
+    "memory": ("#009E73", "--"),
+    "compute": ("#D55E00", "-."),
+}
 SHADES = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#bdaa00", "#E69F00")
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Floats = Sequence[float] | np.ndarray
+
 FLAT = 1.25  # a curve whose largest over smallest latency is below this shows no rising piece
 DRAWS = 200
 INTERVAL = 90  # percent
@@ -39,7 +41,7 @@ class Knee:
         return self.flat if math.isnan(self.rise) else max(self.flat, self.rise * batch)
 
 
-def fit(batches: Sequence[float], latencies: Sequence[float]) -> Knee:
+def fit(batches: Sequence[float], latencies: Floats) -> Knee:
     """Fit log latency = log flat + max(0, log batch - log knee) by least squares, without an interval.
 
     Needs four batches at least (ValueError). The knee is searched on a fine grid between the first and the
@@ -64,7 +66,7 @@ def fit(batches: Sequence[float], latencies: Sequence[float]) -> Knee:
     return Knee("knee", knee, nan, nan, flat, flat / knee)
 
 
-def fit_trials(batches: Sequence[float], trials: Sequence[Sequence[float]], seed: int = 0) -> Knee:
+def fit_trials(batches: Sequence[float], trials: Sequence[Floats], seed: int = 0) -> Knee:
     """Fit the medians of `trials` (one sequence per batch) with a bootstrap interval of INTERVAL percent.
 
     Each draw resamples the trials of every batch, and adds a resampled residual of the fit, enlarged for the
@@ -87,9 +89,7 @@ def fit_trials(batches: Sequence[float], trials: Sequence[Sequence[float]], seed
     return Knee("knee", found.batch, float(low), float(high), found.flat, found.rise)
 
 
-def saturation(
-    batches: Sequence[int], latencies: Sequence[float], share: float = 0.9
-) -> tuple[int, float, float]:
+def saturation(batches: Sequence[int], latencies: Floats, share: float = 0.9) -> tuple[int, float, float]:
     """The smallest batch whose throughput is at least `share` of the largest measured.
 
     Returns (batch, its latency, the largest throughput in items per unit of latency).

@@ -4,8 +4,10 @@ Weights and inputs come from one pool of random numbers, so that every device an
 the same ones, and gigabytes of them cost no time. Layout: (N, C) for rows, (N, C, H, W) for images.
 """
 
+import functools
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +43,26 @@ class Numbers:
         return turns[:count].view(shape)
 
 
+@functools.cache
+def pool() -> Numbers:
+    """The numbers, made once per process."""
+    return Numbers()
+
+
 def weight(numbers: Numbers, seed: int, outputs: int, inputs: int, gain: float = 2.0) -> nn.Parameter:
     """(outputs, inputs), scaled so that a ReLU network keeps the size of its activations."""
     return nn.Parameter(numbers.take(seed, outputs, inputs) * (gain / inputs) ** 0.5, requires_grad=False)
 
 
-class Mlp(nn.Module):
+class Network(nn.Module):
+    """A case's network: a module that makes its own inputs, a tensor or several."""
+
+    def inputs(self, numbers: Numbers, batch: int) -> Any:
+        """What `forward` takes at a batch of this size."""
+        raise NotImplementedError
+
+
+class Mlp(Network):
     """Square linear layers without bias, ReLU between them."""
 
     def __init__(self, numbers: Numbers, width: int, depth: int) -> None:
@@ -65,7 +81,7 @@ class Mlp(nn.Module):
         return x
 
 
-class Linear(nn.Module):
+class Linear(Network):
     """One linear layer without bias."""
 
     def __init__(self, numbers: Numbers, inputs: int, outputs: int) -> None:
@@ -82,7 +98,7 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight)
 
 
-class Convolution(nn.Module):
+class Convolution(Network):
     """One 3×3 convolution without bias that keeps side and channels."""
 
     def __init__(self, numbers: Numbers, side: int, channels: int, groups: int) -> None:
@@ -102,7 +118,7 @@ class Convolution(nn.Module):
         return functional.conv2d(x, self.weight, padding=1, groups=self.groups)
 
 
-class Pool(nn.Module):
+class Pool(Network):
     """2×2 maximum with stride 2."""
 
     def __init__(self, numbers: Numbers, side: int, channels: int) -> None:
@@ -118,7 +134,7 @@ class Pool(nn.Module):
         return functional.max_pool2d(x, 2)
 
 
-class Decoder(nn.Module):
+class Decoder(Network):
     """A decoder block that makes one token per sequence, the cache full but for that token.
 
     With a context of 0 the attention is left out: the values go straight to the output projection.
@@ -157,7 +173,7 @@ class Decoder(nn.Module):
         return x + functional.linear(functional.gelu(inner), self.down)
 
 
-class Experts(nn.Module):
+class Experts(Network):
     """Experts of two linear layers each, one after another over the tokens that are routed to them.
 
     The routing is part of the input, made before the clock runs: what is timed is the experts' work.
@@ -187,7 +203,7 @@ class Experts(nn.Module):
         return result
 
 
-class ResNet50(nn.Module):
+class ResNet50(Network):
     """torchvision's ResNet-50 with its random initial weights."""
 
     def __init__(self, numbers: Numbers) -> None:
@@ -206,7 +222,7 @@ class ResNet50(nn.Module):
         return self.network(x)
 
 
-NETWORKS = {
+NETWORKS: dict[str, Callable[..., Network]] = {
     "mlp": Mlp,
     "linear": Linear,
     "convolution": Convolution,
@@ -215,9 +231,8 @@ NETWORKS = {
     "experts": Experts,
     "resnet50": ResNet50,
 }
-_numbers: Numbers | None = None
 _answers: dict[str, np.ndarray] = {}  # of the reference
-_built: dict[str, nn.Module] = {}  # one copy of the weights for all backends of a case on a device
+_built: dict[str, Network] = {}  # one copy of the weights for all backends of a case on a device
 
 
 def placed(inputs: Any, form: dict[str, Any]) -> Any:
@@ -245,7 +260,6 @@ class TorchCase(Backend):
         threads: int = 0,
         variant: str = "torch",
     ) -> None:
-        global _numbers
         self.target = torch_device(device)
         self.variant = variant
         if variant == "graph" and self.target != "cuda":
@@ -255,10 +269,9 @@ class TorchCase(Backend):
         # The ridge of fp32 is meant: TensorFloat-32 has another rate and another precision.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self.form = {"device": self.target, "dtype": getattr(torch, dtype)}
-        _numbers = _numbers or Numbers()
         key = f"{kind} {sizes} {dtype} {self.target}"
         if key not in _built:
-            _built[key] = NETWORKS[kind](_numbers, **sizes).to(**self.form)
+            _built[key] = NETWORKS[kind](pool(), **sizes).to(**self.form)
         self.model = _built[key]
         self.wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
             self.target, lambda: None
@@ -272,7 +285,7 @@ class TorchCase(Backend):
         """Make the inputs of a batch of this size, and capture its graph, the first time it is asked for."""
         if batch not in self.ready:
             with torch.inference_mode():
-                self.ready[batch] = placed(self.model.inputs(_numbers, batch), self.form)
+                self.ready[batch] = placed(self.model.inputs(pool(), batch), self.form)
                 self.x = self.ready[batch]
                 if self.variant == "graph":
                     self.graphs[batch] = self.capture()
@@ -348,12 +361,10 @@ class Reference(Backend):
     target = "cpu"
 
     def __init__(self, kind: str, sizes: dict[str, Any], threads: int = 0) -> None:
-        global _numbers
         if threads:
             torch.set_num_threads(threads)
-        _numbers = _numbers or Numbers()
         self.kind, self.sizes = kind, sizes
-        self.model: nn.Module | None = None
+        self.model: Network | None = None
 
     def prepare(self, batch: int) -> None:
         """Compute the answer unless it is known."""
@@ -362,13 +373,13 @@ class Reference(Backend):
         key = f"{self.kind} {self.sizes} {batch if routed else ''}"
         if key not in _answers:
             if self.model is None:
-                self.model = NETWORKS[self.kind](_numbers, **self.sizes).double()
+                self.model = NETWORKS[self.kind](pool(), **self.sizes).double()
             with torch.inference_mode():
                 if routed:
-                    x, *tokens = self.model.inputs(_numbers, batch)
+                    x, *tokens = self.model.inputs(pool(), batch)
                     inputs = (x[:CHECKED].double(), *(chosen[chosen < CHECKED] for chosen in tokens))
                 else:
-                    inputs = placed(self.model.inputs(_numbers, CHECKED), {"dtype": torch.float64})
+                    inputs = placed(self.model.inputs(pool(), CHECKED), {"dtype": torch.float64})
                 _answers[key] = self.model(inputs).numpy()
             if not routed:
                 self.model = None

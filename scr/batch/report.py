@@ -35,6 +35,7 @@ from harness import plots
 from harness.cli import Fault
 from harness.measure import failed, unavailable
 from harness.paths import write_atomic
+from harness.present import present
 from harness.record import Record
 from harness.sections import ceilings_table, machine_table
 from harness.tables import count, markdown_table, milliseconds, percent, quantity, ratio, significant, words
@@ -154,7 +155,7 @@ def span_of(values: Sequence[float]) -> str:
 
 def batch_text(value: float) -> str:
     """A ridge batch; "never" for infinity."""
-    return DASH if math.isnan(value) else "never" if math.isinf(value) else significant(value, 3)
+    return DASH if math.isnan(value) else "never" if math.isinf(value) else present(significant(value, 3))
 
 
 DASH = "–"
@@ -203,11 +204,12 @@ FAMILY_NAMES = {
 
 def formula_answer(study: Study) -> str:
     """Whether the model predicts the knees of the width sweep."""
-    curves = [curve for curve in study.best("mlp") if curve.agreement is not None]
+    agreements = [(curve, curve.agreement) for curve in study.best("mlp")]
+    known = [(curve, agreement) for curve, agreement in agreements if agreement is not None]
+    curves, ratios = [curve for curve, _ in known], [agreement for _, agreement in known]
     if not curves:
         return "No knee of the width sweep can be compared with a predicted one in this run."
-    close = [curve for curve in curves if 1 / AGREE <= curve.agreement <= AGREE]
-    ratios = [curve.agreement for curve in curves]
+    close = [curve for curve, agreement in known if 1 / AGREE <= agreement <= AGREE]
     verdict = (
         "predicts"
         if len(close) == len(curves)
@@ -276,10 +278,10 @@ def terms_of(study: Study, dtype: str) -> list[str]:
 
 def corrected_ratio(study: Study, curve: Curve) -> float | None:
     """Measured knee over the one predicted with the missing term; None unless there are both."""
-    corrected = study.corrected_knee(curve)
-    if corrected is None or corrected.state != "knee" or curve.knee.state != "knee":
+    measured, corrected = curve.knee, study.corrected_knee(curve)
+    if measured is None or corrected is None or not measured.state == corrected.state == "knee":
         return None
-    return curve.knee.batch / corrected.batch
+    return measured.batch / corrected.batch
 
 
 def within(value: float | None) -> str | None:
@@ -382,12 +384,10 @@ def width_sweep(study: Study) -> str:
     for curve in study.best("mlp"):
         if not curve.predictions:
             continue
-        width = curve.work.sizes["width"]
+        width, limits = curve.work.sizes["width"], curve.known_limits
         ridge = study.ridge(curve)
         activated = ridge_batch_with_activations(ridge, width, width)
-        launched = ridge_batch_with_launch(
-            activated, width, width, curve.limits.flop_rate, curve.limits.launch_s
-        )
+        launched = ridge_batch_with_launch(activated, width, width, limits.flop_rate, limits.launch_s)
         first = curve.predictions[0]
         factors = missing(curve)
         label = {"width": width, "dtype": curve.work.dtype}
@@ -412,9 +412,9 @@ def width_sweep(study: Study) -> str:
             | {
                 "flat piece": f"{ratio(factors.flat)}×" if factors else None,
                 "of it per layer, µs": significant(flat_per_layer(curve)),
-                "a launch, µs": significant(1e6 * curve.limits.launch_s, 2),
+                "a launch, µs": significant(1e6 * limits.launch_s, 2),
                 "rising piece": f"{ratio(factors.rise)}×" if factors else None,
-                "batch 2 ÷ 1": ratio(curve.at(2) / curve.at(1)) if curve.at(1) and curve.at(2) else None,
+                "batch 2 ÷ 1": ratio(curve[2] / curve[1]) if {1, 2} <= set(curve.batches) else None,
                 "best FLOP rate": percent(100 * curve.rate_share),
                 "knee with the terms": knee_text(study.corrected_knee(curve)),
                 "measured ÷ that": ratio(corrected),
@@ -452,7 +452,7 @@ def flat_per_layer(curve: Curve) -> float | None:
     """Microseconds of the flat piece per linear layer, the call taken off; None without a knee."""
     if curve.knee is None or curve.knee.state == "before":
         return None
-    return 1e6 * (curve.knee.flat - curve.limits.call_s) / curve.work.sizes["depth"]
+    return 1e6 * (curve.knee.flat - curve.known_limits.call_s) / curve.work.sizes["depth"]
 
 
 def farthest(study: Study) -> str:
@@ -730,10 +730,10 @@ def skew_sentence(curves: dict[str, Curve]) -> str:
         return ""
     balanced, skewed = curves["balanced"], curves["skewed"]
     # Below E tokens the two differ in how many experts they use, which is not what skew means.
-    batches = [batch for batch in balanced.batches if batch >= EXPERTS and skewed.at(batch)]
+    batches = [batch for batch in balanced.batches if batch >= EXPERTS and batch in skewed.batches]
     if not batches:
         return ""
-    ratios = [skewed.at(batch) / balanced.at(batch) for batch in batches]
+    ratios = [skewed[batch] / balanced[batch] for batch in batches]
     last = batches[-1]
     largest = max(len(tokens) for tokens in routes("skewed", last, EXPERTS, CHOSEN))
     return (
@@ -828,14 +828,14 @@ def graph_gains(study: Study) -> list[dict[str, Any]]:
         eager = next(
             c for c in study.curves if c.work is curve.work and c.backend == "torch" and c.kind == "latency"
         )
-        first, last = (batch for batch in (curve.batches[0], curve.batches[-1]))
-        if eager.at(first) and eager.at(last):
+        first, last = curve.batches[0], curve.batches[-1]
+        if {first, last} <= set(eager.batches):
             rows.append(
                 {
                     "case": curve.work.name,
                     "dtype": curve.work.dtype,
-                    "first": eager.at(first) / curve.at(first),
-                    "last": eager.at(last) / curve.at(last),
+                    "first": eager[first] / curve[first],
+                    "last": eager[last] / curve[last],
                     "last_batch": last,
                     "free": (eager.free, curve.free),
                 }

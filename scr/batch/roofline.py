@@ -8,6 +8,7 @@ measured.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,7 +151,7 @@ class Prediction:
     def bound(self) -> str:
         """launch, memory or compute: whichever would take longest alone."""
         times = {"launch": self.launch_s, "memory": self.memory_s, "compute": self.compute_s}
-        return max(times, key=times.get)
+        return max(times, key=lambda cause: times[cause])
 
 
 def predict(layers: list[Layer], limits: Limits) -> Prediction:
@@ -174,7 +175,7 @@ def predict(layers: list[Layer], limits: Limits) -> Prediction:
     )
 
 
-def affine(counts: list[int], seconds: list[float]) -> tuple[float, float]:
+def affine(counts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """(call, launch) in seconds from forwards of `counts` layers that do next to nothing: seconds = call +
     n·launch.
 

@@ -117,7 +117,7 @@ def device_case(width: int) -> str:
 
 def candidate(work: Work, device: str, threads: int, variant: str, name: str = "") -> Candidate:
     """The backend `variant` of a work."""
-    arguments = {"kind": work.kind, "sizes": work.sizes, "dtype": work.dtype}
+    arguments: dict[str, Any] = {"kind": work.kind, "sizes": work.sizes, "dtype": work.dtype}
     arguments |= {"device": device, "threads": threads, "variant": variant}
     name = name or ("torch" if variant == "torch" else f"torch-{variant}")
     # The MLPs, on which the answer rests, are not lost with a crash in another case.
@@ -127,7 +127,7 @@ def candidate(work: Work, device: str, threads: int, variant: str, name: str = "
 
 def reference(work: Work, threads: int) -> Candidate:
     """The float64 answer to a work."""
-    arguments = {"kind": work.kind, "sizes": work.sizes, "threads": threads}
+    arguments: dict[str, Any] = {"kind": work.kind, "sizes": work.sizes, "threads": threads}
     return Candidate("reference", "reference", "batch.networks:Reference", arguments, module="torch")
 
 

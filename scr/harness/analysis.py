@@ -7,6 +7,7 @@
 A group is everything in a record that may be compared: one study, one case, one dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,6 +67,11 @@ class Group:
         """Whether this is the network that the article is about."""
         return (self.study, self.case) == ("mnist", "network")
 
+    @property
+    def is_published(self) -> bool:
+        """Whether the article's figures, in float32, are of this case."""
+        return self.is_network and self.dtype == "float32"
+
     @cached_property
     def rows(self) -> Any:
         """The group's rows."""
@@ -116,6 +122,11 @@ class Group:
         trials = self.sample(backend, batch_size, kind)
         return None if trials is None else trials.p50
 
+    def medians(self, backend: str) -> dict[int, float]:
+        """Batch size -> P50 in ms, rising, where the backend was measured."""
+        found = {size: self.p50(backend, size) for size in self.batch_sizes}
+        return {size: p50 for size, p50 in found.items() if p50 is not None}
+
     def speedup(
         self, backend: str, baseline: str | None, batch_size: int, kind: str = "latency"
     ) -> Comparison | None:
@@ -133,12 +144,13 @@ class Group:
 
     def fastest(self, batch_size: int, among: tuple[str, ...] | None = None) -> str | None:
         """The backend with the smallest P50 at a batch size."""
-        timed = [
-            (self.p50(name, batch_size), name)
-            for name in self.backends
-            if (among is None or name in among) and self.p50(name, batch_size) is not None
-        ]
-        return min(timed)[1] if timed else None
+        timed = self.ranking(batch_size, self.backends if among is None else among)
+        return timed[0] if timed else None
+
+    def ranking(self, batch_size: int, among: Sequence[str]) -> list[str]:
+        """The backends of `among` that were measured at a batch size, the fastest first."""
+        medians = {name: self.p50(name, batch_size) for name in among if name in self.backends}
+        return [name for _, name in sorted((p50, name) for name, p50 in medians.items() if p50 is not None)]
 
     def throughput(self, backend: str, batch_size: int) -> float | None:
         """Images per second at P50: batch ÷ P50."""
@@ -147,10 +159,10 @@ class Group:
 
     def scaling_percent(self, backend: str, batch_size: int) -> float | None:
         """Throughput at a batch ÷ (throughput at the backend's smallest batch × the ratio of the batches)."""
-        sizes = [size for size in self.batch_sizes if self.p50(backend, size) is not None]
-        if self.p50(backend, batch_size) is None or len(sizes) < 2:
+        here, medians = self.p50(backend, batch_size), self.medians(backend)
+        if here is None or len(medians) < 2:
             return None
-        return 100 * self.p50(backend, sizes[0]) / self.p50(backend, batch_size)
+        return 100 * next(iter(medians.values())) / here
 
     def cost(self, backend: str, batch_size: int) -> dict[str, Any]:
         """The cost model's figures for a cell; empty if none were stored."""
@@ -168,11 +180,11 @@ class Group:
         """
         found = {}
         for backend in self.backends:
-            sizes = [size for size in self.batch_sizes if self.p50(backend, size) is not None]
-            if len(sizes) < 2:
+            known = self.medians(backend)
+            if len(known) < 2:
                 continue
-            medians = np.array([self.p50(backend, size) for size in sizes])
-            columns = np.stack([1 / medians, np.array(sizes) / medians], axis=1)
+            sizes, medians = np.array(list(known)), np.array(list(known.values()))
+            columns = np.stack([1 / medians, sizes / medians], axis=1)
             fixed, slope = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
             if fixed < 0:
                 fixed, slope = 0.0, _alone(columns[:, 1])
@@ -209,9 +221,10 @@ class Group:
         if not 0.75 * median <= line <= 1.33 * median:
             return "unexplained"
         if fixed >= gap / 2:
-            launches = cost.get("launches")
-            several = launches and launches > 1
-            each = f", {1e3 * fixed / launches:.0f} µs for each of {launches} launches" if several else ""
+            launches = cost.get("launches") or 0
+            each = (
+                f", {1e3 * fixed / launches:.0f} µs for each of {launches} launches" if launches > 1 else ""
+            )
             return f"a fixed cost per forward, {_ms(fixed)} ms{each}"
         if slope * batch_size - floor >= gap / 2 and cost.get("flops"):
             rate = cost["flops"] / batch_size / slope / 1e6

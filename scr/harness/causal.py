@@ -36,7 +36,7 @@ SEQUENCES = tuple(
     Sequence(length, width)
     for length, width in ((1, 512), (1, 4096), (64, 512), (64, 4096), (1024, 1024), (4096, 512), (4096, 4096))
 )
-BACKENDS = {  # backend: (worker, factory, its own arguments)
+BACKENDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # backend: (worker, factory, its own arguments)
     "torch": ("torch", "torch_layer", {}),
     "torch-compile": ("torch", "torch_layer", {"variant": "compile"}),
     "mlx": ("mlx", "mlx_layer", {"fused": False, "compiled": False}),
@@ -137,7 +137,7 @@ def mlx_layer(width: int, fused: bool, compiled: bool, dtype: str, target: str |
 
         def as_written(x: mx.array) -> mx.array:
             x = x[:, :, 0]  # (B, L, 1, width) -> (B, L, width)
-            padded = mx.pad(x, ((0, 0), (TAPS - 1, 0), (0, 0)))
+            padded = mx.pad(x, [(0, 0), (TAPS - 1, 0), (0, 0)])
             return (mx.conv1d(padded, taps, groups=width) + bias + x)[:, :, None]
 
         def in_one_launch(x: mx.array) -> mx.array:

@@ -103,7 +103,7 @@ def speedup(file: str, backend: str, baseline: str, batch: str, *labels: str) ->
 def verdict(file: str, backend: str, baseline: str, batch: str, *labels: str) -> str:
     """The ratio with its interval and its verdict."""
     found = _comparison(file, backend, baseline, batch, labels)
-    if found.low is None:
+    if found.low is None or found.high is None:
         return f"{_digits(found.ratio)}× (too few rounds for an interval: {found.verdict})"
     return f"{_digits(found.ratio)}× ({_digits(found.low)}–{_digits(found.high)}: {found.verdict})"
 

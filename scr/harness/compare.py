@@ -8,6 +8,7 @@ import numpy as np
 from harness.analysis import Group, check_record, groups
 from harness.cli import Fault
 from harness.paths import shown
+from harness.present import present
 from harness.record import Record, load
 from harness.statistics import Comparison, contradict, cv_percent, speedup
 from harness.tables import count, markdown_table, milliseconds, ratio, verdict_cell
@@ -136,7 +137,7 @@ def contradictions(first: Record, second: Record) -> tuple[list[str], int]:
             here = [b for b in group.backends if group.p50(b, size) and other.p50(b, size)]
             for i, baseline in enumerate(here):
                 for backend in here[i + 1 :]:
-                    one, two = group.speedup(backend, baseline, size), other.speedup(backend, baseline, size)
+                    one, two = (present(run.speedup(backend, baseline, size)) for run in (group, other))
                     asked += 1
                     if contradict(one.verdict, two.verdict):
                         found.append(
@@ -161,13 +162,8 @@ def pause_verdict(continuous: Record, paused: Record) -> str:
                 hot, cool = group.sample(backend, size), other.sample(backend, size)
                 if hot is None or cool is None or min(len(hot.round), len(cool.round)) < 20:
                     continue
-                pairs.append(
-                    (
-                        cv_percent(hot.latency_ms),
-                        cv_percent(cool.latency_ms),
-                        speedup(cool, hot, paired=False),
-                    )
-                )
+                before, after = (present(cv_percent(run.latency_ms)) for run in (hot, cool))
+                pairs.append((before, after, speedup(cool, hot, paired=False)))
     if not pairs:
         return "A run with pauses exists, but shares no cell of 20 trials with this one."
     ratios = np.array([cool / hot for hot, cool, _ in pairs if hot])

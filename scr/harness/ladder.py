@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.analysis import RETURNS_EARLY, Group
+from harness.present import present
 from harness.statistics import Comparison
 
 # rung -> the rungs it is built on, the nearest first; a rung that was not measured is skipped over.
@@ -47,11 +48,10 @@ class Step:
     @property
     def saved_interval_ms(self) -> tuple[float, float] | None:
         """The interval of the ratio, applied to the time before the step."""
-        if self.comparison.low is None:
+        low, high = self.comparison.low, self.comparison.high
+        if low is None or high is None:
             return None
-        return tuple(
-            self.before_ms * (1 - 1 / bound) for bound in (self.comparison.low, self.comparison.high)
-        )
+        return self.before_ms * (1 - 1 / low), self.before_ms * (1 - 1 / high)
 
     @property
     def after_interval_ms(self) -> tuple[float, float] | None:
@@ -76,10 +76,10 @@ def steps(group: Group, batch_size: int) -> list[Step]:
     found = []
     for rung in rungs(group):
         base = next((b for b in BUILT_ON[rung] if group.p50(b, batch_size) is not None), None)
-        if base is None or group.p50(rung, batch_size) is None:
-            continue
-        before, after = group.p50(base, batch_size), group.p50(rung, batch_size)
         comparison = group.speedup(rung, base, batch_size)
+        if base is None or comparison is None:
+            continue
+        before, after = (present(group.p50(name, batch_size)) for name in (base, rung))
         model = split(group, rung, base, batch_size)
         found.append(Step(rung, base, batch_size, before, after, comparison, model))
     return found
@@ -95,9 +95,9 @@ def split(group: Group, rung: str, base: str, batch_size: int) -> dict[str, floa
     for part, key in (("launches", "launch_ms"), ("bytes", "bytes_ms"), ("arithmetic", "arithmetic_ms")):
         known = old.get(key) is not None and new.get(key) is not None
         parts[part] = old[key] - new[key] if known else None
-    python = [_python_ms(group, name, batch_size) for name in (base, rung)]
-    parts["Python"] = None if None in python else python[0] - python[1]
-    saved = group.p50(base, batch_size) - group.p50(rung, batch_size)
+    before, after = (_python_ms(group, name, batch_size) for name in (base, rung))
+    parts["Python"] = None if before is None or after is None else before - after
+    saved = present(group.p50(base, batch_size)) - present(group.p50(rung, batch_size))
     parts["rest"] = saved - sum(value for value in parts.values() if value is not None)
     return parts
 
@@ -112,13 +112,10 @@ def winners(group: Group, among: list[str]) -> list[tuple[int, str, str | None, 
     """Per batch size: (batch, fastest, second, how much faster the fastest is than the second)."""
     found = []
     for batch_size in group.batch_sizes:
-        order = sorted(
-            (group.p50(name, batch_size), name) for name in among if group.p50(name, batch_size) is not None
-        )
+        order = group.ranking(batch_size, among)
         if not order:
             continue
-        best = order[0][1]
-        second = order[1][1] if len(order) > 1 else None
+        best, second = order[0], order[1] if len(order) > 1 else None
         found.append((batch_size, best, second, group.speedup(best, second, batch_size)))
     return found
 

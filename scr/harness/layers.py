@@ -29,7 +29,7 @@ def cases(
 
     def candidates(kind: str) -> Iterator[Candidate]:
         if "torch" in backends:
-            arguments = {"checkpoint": str(options.checkpoint), "kind": kind}
+            arguments: dict[str, Any] = {"checkpoint": str(options.checkpoint), "kind": kind}
             arguments |= {"device": options.device, "threads": options.threads}
             yield Candidate("torch", "torch", "harness.layers:TorchLayers", arguments)
         if "mlx" in backends:

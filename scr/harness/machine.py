@@ -74,7 +74,7 @@ def describe(arguments: list[str] | None = None, threads: int = 0) -> dict[str, 
         "command": command_line(sys.argv if arguments is None else arguments),
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
-    return facts | {"warnings": warnings(power, load, facts["cores"])}
+    return facts | {"warnings": warnings(power, load, cores())}
 
 
 def warnings(power: dict[str, Any], load: list[float], core_count: int) -> list[str]:

@@ -32,6 +32,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tqdm import tqdm
 from harness import statistics, tolerances
 from harness.cli import Fault
 from harness.paths import shown
+from harness.present import present
 from harness.record import Record, rows_from, save
 from harness.worker import Worker, WorkerCrash, WorkerError
 
@@ -309,10 +311,9 @@ class Study:
 
     def find_references(self) -> None:
         """Compute what every case's outputs must be, then end the reference's process."""
-        cells = {cell.batch_key: cell for cell in self.cells if cell.case.reference}
+        cells = {c.batch_key: (c, c.case.reference) for c in self.cells if c.case.reference}
         bar = progress("reference", len(cells))
-        for key, cell in cells.items():
-            reference = cell.case.reference
+        for key, (cell, reference) in cells.items():
             worker = self.worker(reference)
             name = f"{cell.case.study}/{cell.case.name}/reference"
             worker.ask("open", key=name, factory=reference.factory, arguments=reference.arguments)
@@ -321,7 +322,7 @@ class Study:
             bar.update()
         bar.close()
         used = {candidate.worker for case in self.cases for candidate in case.candidates}
-        for name in {cell.case.reference.worker for cell in cells.values()} - used:
+        for name in {reference.worker for _, reference in cells.values()} - used:
             self.workers.pop(name).close()
 
     def guarded(self, cell: Cell, action: Callable[[Any], None]) -> None:
@@ -366,7 +367,7 @@ class Study:
             self.random.shuffle(group)
             for cell in group:
                 if not cell.state:
-                    self.guarded(cell, lambda worker, cell=cell: self.warm(worker, cell, opened))
+                    self.guarded(cell, partial(self.warm, cell=cell, opened=opened))
                 bar.update()
         bar.close()
 
@@ -415,25 +416,21 @@ class Study:
 
     def schedule(self) -> list[tuple[Cell, int, dict[str, int], bool]]:
         """All bursts in the order of the run: (cell, round, trials per kind, whether it is the last)."""
-        groups: dict[str, list[Cell]] = {}
+        groups: dict[str, list[tuple[Cell, Plan]]] = {}
         for cell in self.cells:
             if not cell.state:
-                groups.setdefault(cell.batch_key, []).append(cell)
+                groups.setdefault(cell.batch_key, []).append((cell, present(cell.plan)))
         rounds = []
         for cells in groups.values():
-            count = max(cell.plan.rounds for cell in cells)
+            count = max(plan.rounds for _, plan in cells)
             for rank, number in enumerate(spread(count)):
-                taking_part = [cell for cell in cells if rank < cell.plan.rounds]
+                taking_part = [(cell, plan) for cell, plan in cells if rank < plan.rounds]
                 self.random.shuffle(taking_part)
                 rounds.append(((number + self.random.random()) / count, number, rank, taking_part))
         bursts = []
         for _, number, rank, cells in sorted(rounds, key=lambda entry: entry[0]):
-            for cell in cells:
-                counts = {
-                    kind: count
-                    for kind, count in cell.plan.counts.items()
-                    if rank < cell.plan.rounds_of[kind]
-                }
+            for cell, plan in cells:
+                counts = {kind: count for kind, count in plan.counts.items() if rank < plan.rounds_of[kind]}
                 bursts.append((cell, number, counts))
         last = {id(cell): index for index, (cell, _, _) in enumerate(bursts)}
         return [(*burst, last[id(burst[0])] == index) for index, burst in enumerate(bursts)]
@@ -441,19 +438,15 @@ class Study:
     def time_all(self) -> None:
         """Run the schedule. The burst with a cell's last trial also brings the output to be checked."""
         bursts = self.schedule()
-        bar = progress("timing", sum(cell.plan.burst_s + self.settings.pause for cell, *_ in bursts))
-        for cell, number, counts, last in bursts:
+        seconds = [present(cell.plan).burst_s + self.settings.pause for cell, *_ in bursts]
+        bar = progress("timing", sum(seconds))
+        for (cell, number, counts, last), expected in zip(bursts, seconds, strict=True):
             if not cell.state:
                 if self.settings.pause:
                     time.sleep(self.settings.pause)
-                self.guarded(
-                    cell,
-                    lambda worker, cell=cell, number=number, counts=counts, last=last: self.time(
-                        worker, cell, number, counts, last
-                    ),
-                )
+                self.guarded(cell, partial(self.time, cell=cell, number=number, counts=counts, last=last))
             bar.set_postfix_str(f"{cell.candidate.name} {cell.batch_size}", refresh=False)
-            bar.update(cell.plan.burst_s + self.settings.pause)
+            bar.update(expected)
         bar.close()
 
     def time(self, worker: Any, cell: Cell, number: int, counts: dict[str, int], last: bool) -> None:
@@ -465,7 +458,7 @@ class Study:
             key=cell.key,
             batch=cell.batch_key,
             counts=counts,
-            in_flight=cell.plan.in_flight,
+            in_flight=present(cell.plan).in_flight,
             origin=self.origin,
             check=last,
         )
@@ -480,16 +473,14 @@ class Study:
         bar = progress("energy", len(cells))
         for cell in cells if self.settings.energy else []:
             if not cell.state:
-                self.guarded(cell, lambda worker, cell=cell: self.energy(worker, cell))
+                self.guarded(cell, partial(self.energy, cell=cell))
             bar.update()
         bar.close()
 
     def energy(self, worker: Any, cell: Cell) -> None:
         """Add a cell's joules per image, above idle, and the idle power; nothing without a counter."""
-        seconds = self.settings.energy
-        found = worker.ask(
-            "energy", key=cell.key, batch=cell.batch_key, seconds=seconds, in_flight=cell.plan.in_flight
-        )
+        seconds, in_flight = self.settings.energy, present(cell.plan).in_flight
+        found = worker.ask("energy", key=cell.key, batch=cell.batch_key, seconds=seconds, in_flight=in_flight)
         if found is not None:
             joules, idle = found
             cell.facts |= {"joules_per_image": joules / cell.batch_size, "idle_watts": idle}
@@ -570,20 +561,21 @@ def print_problems(record: Record) -> int:
 
 def failed(record: Record) -> list[str]:
     """One sentence per backend that gave wrong results or failed; a command that has any exits non-zero."""
-    sentences = {}
-    for cell in record.cells:
-        if cell["state"] == "dropped":
-            sentences.setdefault((cell["case"], cell["backend"]), cell["reason"])
-    return [f"{backend} ({case}) was dropped: {reason}" for (case, backend), reason in sentences.items()]
+    return _sentences(record, "dropped", "was dropped")
 
 
 def unavailable(record: Record) -> list[str]:
     """One sentence per backend that cannot run on this machine."""
-    sentences = {}
+    return _sentences(record, "unavailable", "is unavailable")
+
+
+def _sentences(record: Record, state: str, what: str) -> list[str]:
+    """One sentence per backend and case with a cell in `state`, with the first reason."""
+    reasons: dict[tuple[str, str], str] = {}
     for cell in record.cells:
-        if cell["state"] == "unavailable":
-            sentences.setdefault((cell["case"], cell["backend"]), cell["reason"])
-    return [f"{backend} ({case}) is unavailable: {reason}" for (case, backend), reason in sentences.items()]
+        if cell["state"] == state:
+            reasons.setdefault((cell["case"], cell["backend"]), cell["reason"])
+    return [f"{backend} ({case}) {what}: {reason}" for (case, backend), reason in reasons.items()]
 
 
 def thread_variables(threads: int) -> dict[str, str]:

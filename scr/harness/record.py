@@ -77,8 +77,12 @@ def rows_from(dicts: list[dict[str, Any]]) -> pd.DataFrame:
 
 def save(record: Record, path: Path | str) -> None:
     """Write `record` to `path` (.npz), replacing an older file only by a complete one."""
-    arrays = {name: record.rows[name].to_numpy().astype(_array_type(kind)) for name, kind in COLUMNS.items()}
-    texts = {name: np.array(json.dumps(getattr(record, name), allow_nan=False)) for name in DOCUMENTS}
+    arrays: dict[str, Any] = {
+        name: record.rows[name].to_numpy().astype(_array_type(kind)) for name, kind in COLUMNS.items()
+    }
+    texts: dict[str, Any] = {
+        name: np.array(json.dumps(getattr(record, name), allow_nan=False)) for name in DOCUMENTS
+    }
     with replace_atomic(path) as temporary:
         np.savez_compressed(temporary, schema_version=np.array(str(SCHEMA_VERSION)), **arrays, **texts)
 

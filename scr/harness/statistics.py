@@ -176,7 +176,7 @@ def speedup(
     random = np.random.default_rng(seed)
     logs = [np.log(np.maximum(side.latency_ms, 1e-9)) for side in (baseline, backend)]
     ids = [side.round for side in (baseline, backend)]
-    if paired and (common := np.intersect1d(*ids)).size:
+    if paired and (common := np.intersect1d(baseline.round, backend.round)).size:
         keep = [np.isin(side, common) for side in ids]
         logs = [side[kept] for side, kept in zip(logs, keep, strict=True)]
         ids = [np.searchsorted(common, side[kept]) for side, kept in zip(ids, keep, strict=True)]

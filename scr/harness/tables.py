@@ -1,7 +1,7 @@
 """Markdown from data: tables, numbers, lists in words. Knows nothing of benchmarks; every study uses it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -16,8 +16,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], left: Iterable[str] = ()) 
     Numbers and short figures align right, except the first column and those named in `left`. A column that
     is empty in every row is left out. Returns "" for no rows.
     """
-    columns = dict.fromkeys(name for row in rows for name in row)
-    columns = [c for c in columns if any(row.get(c) not in (None, "", DASH) for row in rows)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = [c for c in names if any(row.get(c) not in (None, "", DASH) for row in rows)]
     if not columns:
         return ""
     left = {columns[0], *left}
@@ -47,6 +47,12 @@ def milliseconds(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
+@overload
+def percent(value: float) -> str: ...
+@overload
+def percent(value: None) -> None: ...
+@overload
+def percent(value: float | None) -> str | None: ...
 def percent(value: float | None) -> str | None:
     """A percentage without decimals from 10 on, with one below, with two below 1; 0 % for zero."""
     if value is None:
@@ -57,6 +63,12 @@ def percent(value: float | None) -> str | None:
     return f"{value:.0f} %" if size >= 9.95 else f"{value:.1f} %" if size >= 0.95 else f"{value:.2f} %"
 
 
+@overload
+def ratio(value: float) -> str: ...
+@overload
+def ratio(value: None) -> None: ...
+@overload
+def ratio(value: float | None) -> str | None: ...
 def ratio(value: float | None) -> str | None:
     """A ratio: three significant digits below 0.1, two decimals below 10, one below 100."""
     if value is None:

@@ -142,7 +142,9 @@ def warm_up(backend: Backend, at_least: int, seconds: float, clock: Clock) -> di
     the cold calls, `median_ms` and `return_ms` (until the call returns) the expectation from which the bursts
     are planned.
     """
-    window, total, returned = min(10, max(1, at_least // 2)), [], []
+    window = min(10, max(1, at_least // 2))
+    total: list[float] = []
+    returned: list[float] = []
     begin = None
     steady = False
     while not steady and len(total) < max(4 * at_least, 2):

@@ -147,15 +147,15 @@ def geglu(rows: int, width: int, hidden: int, item: int, form: str) -> Predictio
     """
     launches, why = GEGLU_FORMS[form]
     if "merged" in form:
-        products = (gemm(rows, width, 2 * hidden, item), gemm(rows, hidden, width, item))
+        projections = [gemm(rows, width, 2 * hidden, item)]
     else:
-        products = (gemm(rows, width, hidden, item),) * 2 + (gemm(rows, hidden, width, item),)
+        projections = [gemm(rows, width, hidden, item)] * 2
     elements = rows * hidden
     if "fused" in form:
-        middle: tuple[Kernel, ...] = (pointwise(elements, 2, 1, item, GELU_FLOPS + 1, "fused"),)
+        middle = [pointwise(elements, 2, 1, item, GELU_FLOPS + 1, "fused")]
     else:
-        middle = (pointwise(elements, 1, 1, item, GELU_FLOPS), pointwise(elements, 2, 1, item, 1))
-    prediction = Prediction(products + middle, why)
+        middle = [pointwise(elements, 1, 1, item, GELU_FLOPS), pointwise(elements, 2, 1, item, 1)]
+    prediction = Prediction((*projections, gemm(rows, hidden, width, item), *middle), why)
     assert prediction.launches == launches
     return prediction
 

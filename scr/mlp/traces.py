@@ -18,7 +18,7 @@ https://ui.perfetto.dev or chrome://tracing.
 import gzip
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -294,7 +294,7 @@ def summarize(trace: Trace) -> Summary:
     kernels = [(kernel_kind(span), span) for span in device] if device else cpu_kernels(trace)
     # On a CPU a product's children (the copy of a bias) are kernels of their own: self time counts each once.
     computing = {id(span) for _, span in kernels}
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     for _, span in kernels:
         times[span.name] += span.duration if device else _own_time(span, trace, computing)
     busy = union_us([(span.start, span.end) for span in device]) if device else sum(times.values())

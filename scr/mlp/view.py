@@ -62,11 +62,11 @@ class View:
         self, case: str, backend: str, baseline: str, dtype: str | None = None, kind: str = "latency"
     ) -> Comparison | None:
         """How many times faster a way is than another of the same case; None where one did not run."""
-        cells = [self.cell(case, name, dtype) for name in (backend, baseline)]
-        if None in cells:
+        ours, theirs = self.cell(case, backend, dtype), self.cell(case, baseline, dtype)
+        if ours is None or theirs is None:
             return None
-        samples = [self.sample(cell, kind) for cell in cells]
-        return None if None in samples else speedup(*samples)
+        new, old = self.sample(ours, kind), self.sample(theirs, kind)
+        return None if new is None or old is None else speedup(new, old)
 
     def clock(self, case: str) -> str:
         """The clock that tells kernels apart: the device's on a GPU, the wall elsewhere."""
