@@ -3,8 +3,9 @@
 //
 // source: where the depthwise phase reads. x: the block's input where the skip is the identity (else unused).
 // y: the block's output, (HEIGHT, WIDTH, N). rows: scratch, as product_phase.metal says. With STAGED the group
-// first copies its part of the matrix to `staged`, K·N/SPLITS floats of scratch: every load is then under way
-// at once, where the product's own loop waits for memory K / STEPS times. It pays where a GPU has few groups.
+// first starts to copy its part of the matrix to `staged`, K·N/SPLITS floats of scratch: every load is then
+// under way at once, where the product's own loop waits for memory K / STEPS times. It pays where a GPU has few
+// groups.
 template <int H, int W, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int RUN, int LD, int TP,
           int NV, int KPARTS, int STEPS, bool AHEAD, bool PACKED, bool STAGED, typename Source,
           typename Weights, typename Input, typename Output>
@@ -19,8 +20,9 @@ FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, Scr
   const Input residual = x + (SKIP ? 0 : first);
   if (STAGED)
     for (uint i = lid; i < K * VECTORS; i += threads)
-      store_vf(staged + i * VF, load_vf(matrix + i / VECTORS * N + i % VECTORS * VF));
+      copy_vf(staged + i * VF, matrix + i / VECTORS * N + i % VECTORS * VF);
   depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
+  if (STAGED) finish_copies();
   SCRATCH_BARRIER;
   if (STAGED)
     product<K, LD, CHANNELS, CHANNELS, N, TP, NV, KPARTS, STEPS, AHEAD, PACKED, !SKIP>(

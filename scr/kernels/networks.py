@@ -153,6 +153,7 @@ def network_call(
             ("TP1", tiling.pixels1),
             ("NV1", tiling.vectors1),
             ("KPARTS1", tiling.kparts1),
+            ("STAGED1", tiling.staged1),
             ("RUN2", tiling.run2),
             ("TP2", tiling.pixels2),
             ("NV2", tiling.vectors2),
@@ -241,13 +242,17 @@ def _activations(shape: NetworkShape) -> tuple[int, int]:
 
 
 def network_scratch_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
-    """Scratch of one group of network.metal, in floats: activations, and the widest product's rows."""
-    activations = prod(_activations(shape))
-    rows = 0
-    for sizes, tile in zip(shape.blocks, (tiling.pixels1,) * 2 + (tiling.pixels2,) * 2, strict=True):
-        whole = -(-sizes.out_height * sizes.out_width // tile) * tile
-        rows = max(rows, whole * (sizes.depth + tiling.padding))
-    return activations + rows
+    """Scratch of one group of network.metal, in floats: activations, and the widest product's operands."""
+    stages = (shape.blocks[:2], tiling.pixels1), (shape.blocks[2:], tiling.pixels2)
+    first, second = (
+        -(-blocks[0].out_height * blocks[0].out_width // tile)
+        * tile
+        * (max(sizes.depth for sizes in blocks) + tiling.padding)
+        for blocks, tile in stages
+    )
+    if tiling.staged1:
+        first += max(sizes.depth * sizes.outputs for sizes in shape.blocks[:2])
+    return prod(_activations(shape)) + max(first, second)
 
 
 def network(

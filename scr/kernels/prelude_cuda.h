@@ -72,6 +72,14 @@ FUNCTION void store_vf(__half* to, vf values) {
                "r"(reinterpret_cast<const uint&>(high))
                : "memory");
 }
+// From memory to scratch, past the registers, while the thread goes on; done after finish_copies.
+FUNCTION void copy_vf(float* to, const float* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(to))), "l"(from)
+               : "memory");
+}
+FUNCTION void finish_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {
   return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));

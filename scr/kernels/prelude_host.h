@@ -77,6 +77,10 @@ FUNCTION void store_vf(half* to, vf values) {
   const half_vf halves = __builtin_convertvector(values, half_vf);
   std::memcpy(to, &halves, sizeof halves);
 }
+FUNCTION void copy_vf(float* to, const float* from) {
+  store_vf(to, load_vf(from));
+}
+FUNCTION void finish_copies() {}
 namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {
   return a * b + c;

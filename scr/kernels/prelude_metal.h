@@ -33,6 +33,13 @@ FUNCTION void store_vf(threadgroup float* to, vf values) {
 FUNCTION void store_vf(device half* to, vf values) {
   *reinterpret_cast<device half4*>(to) = half4(values);
 }
+FUNCTION void copy_vf(threadgroup float* to, const device float* from) {
+  store_vf(to, load_vf(from));
+}
+FUNCTION void copy_vf(device float* to, const device float* from) {
+  store_vf(to, load_vf(from));
+}
+FUNCTION void finish_copies() {}
 
 // Before a loop with a constant number of turns.
 #define UNROLL _Pragma("clang loop unroll(full)")

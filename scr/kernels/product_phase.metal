@@ -29,6 +29,8 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
   constexpr uint DOWN = !PACKED && TILES % 8 == 4 ? 2 : 1, ACROSS = DOWN == 2 ? 4 : TILES;
   constexpr uint SIMD = 32, LANES = SIMD / KPARTS;  // threads of a SIMD group that have the same part
   constexpr int DEPTH = K / KPARTS;
+  // Two turns in one, so that no register moves from next to now; not where that would make loads of rows wider.
+  constexpr int TWICE = AHEAD && STEPS % VF == 0 && DEPTH / STEPS % 2 == 0 ? 2 : 1;
   const uint pixel_tiles = (pixels + TP - 1) / TP, tiles = (pixel_tiles + DOWN - 1) / DOWN * DOWN * TILES;
   // All threads of a SIMD group have to take part in a swap, those without a tile too.
   const uint turns = KPARTS == 1 ? tiles : (tiles * KPARTS + threads - 1) / threads * threads;
@@ -53,19 +55,20 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
     UNROLL for (int s = 0; s < STEPS; ++s)
       UNROLL for (int v = 0; v < NV; ++v)
         next[s][v] = AHEAD ? load_vf(column + s * NEXT + v * APART) : splat(0.0f);
-    for (int k = 0; k < DEPTH; k += STEPS) {
-      const int from = AHEAD ? metal::min(k + STEPS, DEPTH - STEPS) : k;
-      UNROLL for (int s = 0; s < STEPS; ++s)
-        UNROLL for (int v = 0; v < NV; ++v) {
-          now[s][v] = next[s][v];
-          next[s][v] = load_vf(column + (from + s) * NEXT + v * APART);
-        }
-      UNROLL for (int s = 0; s < STEPS; ++s)
-        UNROLL for (int p = 0; p < TP; ++p)
-          UNROLL for (int v = 0; v < NV; ++v)
-            sums[p][v] =
-                metal::fma(splat(values[p * LD + k + s]), AHEAD ? now[s][v] : next[s][v], sums[p][v]);
-    }
+    for (int start = 0; start < DEPTH; start += STEPS * TWICE)
+      UNROLL for (int k = start; k < start + STEPS * TWICE; k += STEPS) {
+        const int from = AHEAD ? metal::min(k + STEPS, DEPTH - STEPS) : k;
+        UNROLL for (int s = 0; s < STEPS; ++s)
+          UNROLL for (int v = 0; v < NV; ++v) {
+            now[s][v] = next[s][v];
+            next[s][v] = load_vf(column + (from + s) * NEXT + v * APART);
+          }
+        UNROLL for (int s = 0; s < STEPS; ++s)
+          UNROLL for (int p = 0; p < TP; ++p)
+            UNROLL for (int v = 0; v < NV; ++v)
+              sums[p][v] =
+                  metal::fma(splat(values[p * LD + k + s]), AHEAD ? now[s][v] : next[s][v], sums[p][v]);
+      }
     if (KPARTS == 1) {
       UNROLL for (int p = 0; p < TP; ++p)
         if (uint(p) < kept)

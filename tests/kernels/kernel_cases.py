@@ -297,7 +297,7 @@ RAGGED = (
     (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 2, 2, True, 32, 4, staged=True, kparts=4)),
     (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
 )
-PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2)
+PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2, staged1=True)
 
 
 def describe(tiling: int | Tiling) -> str:
