@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(21, 13, -1)), "g++", "c++")
+MAX_THREADS = 1024  # more is a mistake
+CACHE_LINE = 64  # bytes, and the width of the widest vector
 POINTER_TYPES = {
     "float32": "float",
     "float16": "half",
@@ -32,6 +35,8 @@ POINTER_TYPES = {
     "int32": "int",
     "uint32": "uint",
 }
+NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16}
+Array = mx.array | np.ndarray
 
 
 class Step(ctypes.Structure):
@@ -57,7 +62,13 @@ def compiler() -> str | None:
 
 def unavailable() -> str | None:
     """Why the host target cannot run, or None."""
-    return None if compiler() else "no C++ compiler found (clang++ or g++ on the PATH, or CXX)"
+    if compiler() is None:
+        return "no C++ compiler found (clang++ or g++ on the PATH, or CXX)"
+    try:
+        default_threads()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @functools.cache
@@ -134,8 +145,8 @@ def _cache() -> Path:
 def function(
     kernel: "Kernel",
     source: tuple[str, str],
-    inputs: Sequence[mx.array],
-    outputs: Sequence[mx.array],
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
     template: "Template",
 ) -> int:
     """The address of the compiled kernel for arrays of these types and this template."""
@@ -187,31 +198,61 @@ extern "C" void run_group(void* const* buffers, const int* const* shapes, uint x
 
 
 def step(
-    address: int, inputs: Sequence[mx.array], outputs: Sequence[mx.array], groups: tuple[int, int, int]
+    function: int, inputs: Sequence[Array], outputs: Sequence[Array], groups: tuple[int, int, int]
 ) -> tuple[Step, tuple]:
-    """A launch of the function at `address` on evaluated arrays, and what must stay alive while it runs."""
+    """A launch of a compiled function on evaluated arrays, and what must stay alive while it runs."""
     views = [memory(array) for array in (*inputs, *outputs)]
     shapes = [np.array(array.shape, dtype=np.int32) for array in inputs]
     buffers = (ctypes.c_void_p * len(views))(*(view.ctypes.data for view in views))
     shape_table = (ctypes.c_void_p * max(1, len(shapes)))(*(shape.ctypes.data for shape in shapes))
-    record = Step(address, ctypes.addressof(buffers), ctypes.addressof(shape_table), groups)
+    record = Step(function, ctypes.addressof(buffers), ctypes.addressof(shape_table), groups)
     return record, (views, shapes, buffers, shape_table)
 
 
-def memory(array: mx.array) -> np.ndarray:
-    """The memory of an evaluated MLX array as a row-contiguous NumPy view, bfloat16 as its bits.
+def memory(array: Array) -> np.ndarray:
+    """The memory of an evaluated array as a row-contiguous NumPy view, bfloat16 as its bits.
 
     An array that is not row-contiguous is copied, as MLX does for its own custom kernels.
     """
-    view = np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-    return np.ascontiguousarray(view)
+    bits = isinstance(array, mx.array) and array.dtype == mx.bfloat16
+    return np.ascontiguousarray(array.view(mx.uint16) if bits else array)
+
+
+def address(array: mx.array) -> tuple[int, object]:
+    """Where an evaluated array's memory, row-contiguous, begins, and what must stay alive meanwhile.
+
+    As `memory(array).ctypes.data`, without NumPy's objects where none is needed.
+    """
+    try:
+        start = ctypes.c_char.from_buffer(array)
+    except (TypeError, ValueError, BufferError):  # not contiguous, or not a type that Python knows
+        view = memory(array)
+        return view.ctypes.data, view
+    return ctypes.addressof(start), start
+
+
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros that begin with a cache line, so that no vector lies across two. MLX's arrays do not."""
+    size = prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -room.ctypes.data % CACHE_LINE
+    return room[start : start + size].view(dtype).reshape(shape)
+
+
+def empty(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """An evaluated MLX array to write to, of any values. `mx.zeros` would wait for one of MLX's threads."""
+    if dtype in NUMPY_TYPES:
+        return mx.array(np.empty(shape, NUMPY_TYPES[dtype]))
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
 
 
 @functools.cache
 def _pool():
     """The thread pool's `run_chain`."""
     run_chain = ctypes.CDLL(str(build((FOLDER / "host_pool.cpp").read_text(), "host_pool"))).run_chain
-    run_chain.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    run_chain.argtypes, run_chain.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int), None
     return run_chain
 
 
@@ -222,13 +263,17 @@ def run(steps: Sequence[tuple[Step, tuple]], threads: int | None = None) -> None
 
 def run_table(table: ctypes.Array, threads: int) -> None:
     """Run an array of `Step`s in order on `threads` threads."""
-    if _pool()(ctypes.addressof(table), len(table), threads) != 0:
-        raise RuntimeError(f"a chain of {len(table)} launches is longer than the pool takes")
+    _pool()(ctypes.addressof(table), len(table), threads)
 
 
 def default_threads() -> int:
-    """The number of cores this process may use, or `HOST_THREADS` where it is set."""
+    """The number of cores this process may use, or `HOST_THREADS` where it is set.
+
+    Raises ValueError for a HOST_THREADS that is no number of threads.
+    """
     given = os.environ.get("HOST_THREADS")
     if given:
+        if not given.isdecimal() or not 1 <= int(given) <= MAX_THREADS:
+            raise ValueError(f"HOST_THREADS is {given!r}, not a number of threads from 1 to {MAX_THREADS}")
         return int(given)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

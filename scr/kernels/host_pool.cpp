@@ -1,21 +1,20 @@
-// Threads that run the groups of a chain of kernel launches, and sleep when there is none.
+// Threads that run the groups of a chain of kernel launches; without work they spin a moment, then sleep.
 //
-// A step is one launch: its groups are handed out one chunk at a time, and it is over when all of them have
-// run; only then does the next step begin. Progress is counted in groups, not in threads, so a thread that
-// wakes late delays nobody: it joins whichever step is current.
+// A step is one launch. Each thread has a share of its groups, the same of every step, so that it finds in its
+// cache what it wrote in the step before; done with its own, it takes what others have left. A step is over
+// when all its groups have run; only then does the next begin. Progress is counted in groups, not in threads,
+// so a thread that wakes late delays nobody: it joins whichever step is current.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 namespace {
 
-constexpr int MAX_STEPS = 1024;
-constexpr auto SPIN = std::chrono::microseconds(50);  // after a step or a chain, for the next; then sleep
+constexpr auto SPIN = std::chrono::microseconds(200);  // for the next step or chain; waking costs up to 50
 
 struct Step {
   void (*run)(void* const* buffers, const int32_t* const* shapes, uint32_t x, uint32_t y, uint32_t z);
@@ -24,96 +23,113 @@ struct Step {
   uint32_t groups[3];
 };
 
-struct alignas(64) Progress {
-  std::atomic<uint64_t> next{0}, done{0};
+// A thread's share of the current step.
+struct alignas(64) Share {
+  std::atomic<uint64_t> next{0};  // the step's number in the upper half, groups taken from the share in the lower
 };
+
+template <typename Condition>
+bool spin_until(Condition holds) {
+  const auto end = std::chrono::steady_clock::now() + SPIN;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (holds()) return true;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
 
 class Pool {
  public:
   // Runs `count` steps in order on `threads` threads, the caller being one of them.
   void run(const Step* steps, int count, int threads) {
     std::lock_guard<std::mutex> one_chain_at_a_time(chains_);
-    threads = std::max(1, threads);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      while (int(workers_.size()) < threads - 1) {
-        const int index = int(workers_.size());
-        workers_.emplace_back([this, index] { sleep_and_work(index); });
-        workers_.back().detach();
-      }
-      for (int i = 0; i < count; ++i) progress_[i].next = progress_[i].done = 0;
-      steps_ = steps, count_ = count, threads_ = threads, current_ = 0;
-      ++generation_;
+    if (threads > room_) {
+      shares_ = std::make_unique<Share[]>(threads);
+      for (int t = std::max(1, room_); t < threads; ++t) std::thread([this, t] { wait_and_work(t); }).detach();
+      room_ = threads;
     }
-    if (threads > 1) wake_.notify_all();
-    work(steps, count, threads);
-    std::unique_lock<std::mutex> lock(mutex_);
-    steps_ = nullptr;  // a worker that has not woken yet finds nothing to do
-    left_.wait(lock, [this] { return active_ == 0; });
+    steps_ = steps, count_ = count, threads_ = threads;
+    begin_step(0);
+    chain_ += 1;  // odd: there is work
+    if (threads > 1) chain_.notify_all();
+    work(0);
+    chain_ += 1;  // even: a thread that has not joined yet finds nothing to do
+    while (!spin_until([this] { return active_ == 0; })) std::this_thread::yield();
   }
 
  private:
-  void sleep_and_work(int index) {
-    uint64_t seen = 0;
-    for (;;) {
-      const auto spin_until = std::chrono::steady_clock::now() + SPIN;
-      while (generation_.load(std::memory_order_acquire) == seen &&
-             std::chrono::steady_clock::now() < spin_until) {
+  void wait_and_work(int thread) {
+    for (uint32_t seen = 0;;) {
+      uint32_t now = chain_;
+      if (now == seen || now % 2 == 0) {
+        if (!spin_until([&] { return chain_ != now; })) chain_.wait(now);
+        continue;
       }
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return generation_ != seen && steps_ && index < threads_ - 1; });
-      seen = generation_;
-      const Step* steps = steps_;
-      const int count = count_, threads = threads_;
-      ++active_;
-      lock.unlock();
-      work(steps, count, threads);
-      lock.lock();
-      if (--active_ == 0) left_.notify_one();
+      seen = now;
+      ++active_;  // before the look at chain_: `run` sees the one or this thread the other
+      if (chain_ == now && thread < threads_) work(thread);
+      --active_;
     }
   }
 
-  void work(const Step* steps, int count, int threads) {
-    for (int i = current_.load(std::memory_order_acquire); i < count;
+  void begin_step(int number) {
+    done_.store(0, std::memory_order_relaxed);
+    for (int t = 0; t < threads_; ++t) shares_[t].next.store(uint64_t(number) << 32, std::memory_order_relaxed);
+    current_.store(number, std::memory_order_release);
+  }
+
+  void work(int thread) {
+    for (int i = current_.load(std::memory_order_acquire); i < count_;
          i = current_.load(std::memory_order_acquire)) {
-      const Step& step = steps[i];
-      const uint64_t gx = step.groups[0], gy = step.groups[1], total = gx * gy * step.groups[2];
-      const uint64_t chunk = std::max<uint64_t>(1, total / (uint64_t(threads) * 16));
-      for (;;) {
-        const uint64_t begin = progress_[i].next.fetch_add(chunk, std::memory_order_relaxed);
-        if (begin >= total) break;
-        const uint64_t end = std::min(begin + chunk, total);
-        for (uint64_t g = begin; g < end; ++g) {
-          step.run(step.buffers, step.shapes, uint32_t(g % gx), uint32_t(g / gx % gy), uint32_t(g / (gx * gy)));
-        }
-        if (progress_[i].done.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == total) {
-          current_.store(i + 1, std::memory_order_release);
-          current_.notify_all();
-        }
-      }
-      const auto spin_until = std::chrono::steady_clock::now() + SPIN;
-      while (current_.load(std::memory_order_acquire) == i) {
-        if (std::chrono::steady_clock::now() > spin_until) current_.wait(i, std::memory_order_acquire);
-      }
+      const Step& step = steps_[i];
+      const uint64_t total = uint64_t(step.groups[0]) * step.groups[1] * step.groups[2];
+      for (int t = 0; t < threads_; ++t) take(step, i, total, (thread + t) % threads_);
+      if (!spin_until([&] { return current_.load(std::memory_order_acquire) != i; }))
+        current_.wait(i, std::memory_order_acquire);
     }
   }
 
-  std::mutex chains_, mutex_;
-  std::condition_variable wake_, left_;
-  std::vector<std::thread> workers_;
-  Progress progress_[MAX_STEPS];
-  std::atomic<int> current_{0};
+  // Runs groups of a share of step number `i` until none is left, or the step is over.
+  void take(const Step& step, int i, uint64_t total, int share) {
+    const uint64_t gx = step.groups[0], gy = step.groups[1], threads = threads_;
+    const uint64_t first = (total * share + threads - 1) / threads;
+    const uint64_t size = (total * (share + 1) + threads - 1) / threads - first;
+    const uint64_t chunk = std::max<uint64_t>(1, size / 16);
+    std::atomic<uint64_t>& next = shares_[share].next;
+    for (uint64_t mark = next.load(std::memory_order_acquire);;) {
+      const uint64_t begin = uint32_t(mark), end = std::min(begin + chunk, size);
+      if (mark >> 32 != uint64_t(i) || begin >= size) return;
+      if (!next.compare_exchange_weak(mark, mark - begin + end, std::memory_order_acquire)) continue;
+      for (uint64_t g = first + begin; g < first + end; ++g)
+        step.run(step.buffers, step.shapes, uint32_t(g % gx), uint32_t(g / gx % gy), uint32_t(g / (gx * gy)));
+      if (done_.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == total) {
+        begin_step(i + 1);
+        current_.notify_all();
+        return;
+      }
+      mark = next.load(std::memory_order_acquire);
+    }
+  }
+
+  std::mutex chains_;
+  std::unique_ptr<Share[]> shares_;
   const Step* steps_ = nullptr;
-  int count_ = 0, threads_ = 1, active_ = 0;
-  std::atomic<uint64_t> generation_{0};
+  int count_ = 0, threads_ = 1, room_ = 0;  // room_: shares, and threads with the caller
+  std::atomic<uint32_t> chain_{0};  // grows by one when a chain begins and by one when it ends
+  alignas(64) std::atomic<int> active_{0};
+  alignas(64) std::atomic<int> current_{0};
+  alignas(64) std::atomic<uint64_t> done_{0};
 };
 
 }  // namespace
 
-// Returns 0, or 1 if the chain is longer than MAX_STEPS.
-extern "C" int run_chain(const Step* steps, int count, int threads) {
+extern "C" void run_chain(const Step* steps, int count, int threads) {
   static Pool* pool = new Pool;  // never destroyed: its sleeping threads outlive static destruction
-  if (count > MAX_STEPS) return 1;
-  pool->run(steps, count, threads);
-  return 0;
+  pool->run(steps, count, std::max(1, threads));
 }

@@ -28,7 +28,6 @@ from kernels.launcher import (
 ARGUMENT = Output(-1)  # in a plan's calls: the array that the plan is called with
 PREVIOUS = Output(-2)  # the plan's last result, so that its runs follow each other; at first, zeros
 HOST_CHUNK = 16  # images whose activations, between two launches, stay in a CPU's last-level cache
-MAX_CHUNKS = 200  # a host chain has at most 1024 launches
 
 Chain = Callable[[int], Sequence[Call]]
 Place = tuple[ctypes.Array, int, int]  # a launch's pointers, which of them, and the first image it sees
@@ -91,30 +90,34 @@ class _HostPlan:
     def __init__(self, chain: Chain, batch: int, threads: int | None):
         calls = chain(batch)
         most_groups = max(prod(call.groups) for call in calls)
-        self.threads = min(threads or host.default_threads(), most_groups)
-        self.result = np.empty(calls[-1].output_shapes[0], NUMPY_TYPES[calls[-1].output_dtypes[0]])
-        size = batch if len(calls) == 1 else max(HOST_CHUNK, -(-batch // MAX_CHUNKS))
+        self.batch, self.threads = batch, min(threads or host.default_threads(), most_groups)
+        self.result = np.empty(calls[-1].output_shapes[0], host.NUMPY_TYPES[calls[-1].output_dtypes[0]])
+        size = batch if len(calls) == 1 else HOST_CHUNK
         self.alive: list = []  # what the table points to
         self.steps: list[host.Step] = []
         self.arguments: list[Place] = []
+        self.constants: dict[int, np.ndarray] = {}  # by the id of the array that they are a copy of
         results: list[Place] = []
-        by_size: dict[int, tuple[Sequence[Call], list[list[mx.array]]]] = {}
+        by_size: dict[int, tuple[Sequence[Call], list[list[np.ndarray]]]] = {}
         for first in range(0, batch, size):
             count = min(size, batch - first)
             if count not in by_size:
                 chunk = chain(count)
                 outputs = [
-                    [mx.zeros(s, d) for s, d in zip(c.output_shapes, c.output_dtypes, strict=True)]
-                    for c in chunk
+                    [
+                        host.aligned(shape, host.NUMPY_TYPES[dtype])
+                        for shape, dtype in zip(call.output_shapes, call.output_dtypes, strict=True)
+                    ]
+                    for call in chunk
                 ]
-                mx.eval(outputs)
                 by_size[count] = (chunk, outputs)
             results.append(self._add(*by_size[count], first))
-        _point(results, self.result)
+        self.alive.append(by_size)
+        _point(results, self.result.ctypes.data, self.result.nbytes // batch)
         self.table = (host.Step * len(self.steps))(*self.steps)
         self.one_at_a_time = threading.Lock()  # a run sets the table's pointers and fills the plan's memory
 
-    def _add(self, calls: Sequence[Call], outputs: list[list[mx.array]], first: int) -> Place:
+    def _add(self, calls: Sequence[Call], outputs: list[list[np.ndarray]], first: int) -> Place:
         """Append the launches of the chunk from image number `first` on; returns where its result goes."""
         for number, call in enumerate(calls):
             stand_in = outputs[-1][0]  # for the argument, of the same type; each run sets its pointer
@@ -122,10 +125,10 @@ class _HostPlan:
                 (stand_in if i is ARGUMENT else outputs[i.call][i.index]) if isinstance(i, Output) else i
                 for i in call.inputs
             ]
-            mx.eval(inputs)
             function = host.function(
                 call.kernel, source(call.kernel, "host"), inputs, outputs[number], call.template
             )
+            inputs = [self._constant(i) if isinstance(i, mx.array) else i for i in inputs]
             step, alive = host.step(function, inputs, outputs[number], call.groups)
             pointers = ctypes.cast(step.buffers, ctypes.POINTER(ctypes.c_void_p))
             self.alive.append(alive)
@@ -135,6 +138,16 @@ class _HostPlan:
                     self.arguments.append((pointers, index, first))
         return pointers, len(inputs), first
 
+    def _constant(self, array: mx.array) -> np.ndarray:
+        """An aligned copy of an array that is the same in every run."""
+        if id(array) not in self.constants:
+            mx.eval(array)
+            values = host.memory(array)
+            copy = host.aligned(values.shape, values.dtype)
+            copy[...] = values
+            self.constants[id(array)] = copy
+        return self.constants[id(array)]
+
     def __call__(self, x: mx.array) -> mx.array:
         """Run on x, whose first axis is the batch the plan was made for."""
         try:
@@ -143,18 +156,14 @@ class _HostPlan:
             raise Unavailable(
                 "host kernels lie outside MLX's graph, so they cannot run inside mx.compile or a transform"
             ) from error
-        view = host.memory(x)
+        address, _alive = host.address(x)
         with self.one_at_a_time:
-            _point(self.arguments, view)
+            _point(self.arguments, address, x.nbytes // self.batch)
             host.run_table(self.table, self.threads)
             return mx.array(self.result)  # a copy
 
 
-def _point(places: Sequence[Place], array: np.ndarray) -> None:
-    """Let each place's pointer point at its first image in `array`."""
-    address, stride = array.ctypes.data, array.strides[0]
+def _point(places: Sequence[Place], address: int, stride: int) -> None:
+    """Let each place's pointer point at its first image in the memory at `address`."""
     for pointers, index, first in places:
         pointers[index] = address + first * stride
-
-
-NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16}
