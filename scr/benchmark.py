@@ -43,9 +43,12 @@ class Settings(MeasureSettings):
         metadata={"help": f"any of {', '.join(backends.BACKENDS)}, or all"},
     )
     batch_sizes: tuple[int, ...] = field(default=(1, 16, 64, 128, 256, 512), metadata={"help": "images"})
-    dtype: str = field(
-        default="float32",
-        metadata={"help": "storage type", "choices": ("float32", "float16", "bfloat16")},
+    dtype: tuple[str, ...] = field(
+        default=("float32",),
+        metadata={
+            "help": "storage types; the first is the main one",
+            "choices": ("float32", "float16", "bfloat16"),
+        },
     )
     device: str = field(
         default="auto",
@@ -128,6 +131,7 @@ def resolve(settings: Settings) -> Settings:
         settings,
         backends=tuple(dict.fromkeys(settings.backends)),
         batch_sizes=tuple(dict.fromkeys(settings.batch_sizes)),
+        dtype=tuple(dict.fromkeys(settings.dtype)),
     )
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
@@ -163,7 +167,7 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
     options = backends.Options(
         checkpoint=settings.checkpoint,
         mlx_checkpoint=weights,
-        dtype=settings.dtype,
+        dtype=settings.dtype[0],
         device=settings.device,
         target=settings.target,
         threads=settings.threads,
@@ -175,18 +179,22 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
         name="network",
         batch_sizes=settings.batch_sizes,
         inputs=first,
-        dtype=settings.dtype,
+        dtype=settings.dtype[0],
         candidates=candidates(settings, options),
         reference=backends.reference(settings.checkpoint),
     )
     found = [network]
+    for dtype in settings.dtype[1:]:
+        stored = candidates(settings, replace(options, dtype=dtype))
+        found.append(replace(network, dtype=dtype, candidates=stored))
     if settings.tf32:
-        peers = candidates(settings, replace(options, tf32=True))
-        found.append(replace(network, name="network, TF32", tolerance="tf32", candidates=peers))
+        peers = candidates(settings, replace(options, dtype="float32", tf32=True))
+        case = replace(network, name="network, TF32", dtype="float32", tolerance="tf32", candidates=peers)
+        found.append(case)
     if settings.shapes:
         sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
         found += shapes.cases(settings.shapes, settings.backends, options, sizes)
-    if settings.layers and settings.dtype == "float32":
+    if settings.layers and settings.dtype[0] == "float32":
         size = min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size))
         found += layers.cases(settings.backends, options, first, (size,))
         found += ablation.cases(settings.backends, options, (size,))

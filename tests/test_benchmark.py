@@ -246,11 +246,11 @@ benchmark.OUTPUT = benchmark.CONCLUSIONS = Path(sys.argv.pop(1))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 benchmark.ceilings.probes = lambda *_: ()
 time, bursts = measure.Study.time, []
-def time_and_interrupt(self, *arguments):
-    bursts.append(arguments)
+def time_and_interrupt(self, *arguments, **keywords):
+    bursts.append(keywords)
     if len(bursts) == 3:  # a slow machine makes four
         os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does: to the workers too
-    time(self, *arguments)
+    time(self, *arguments, **keywords)
 measure.Study.time = time_and_interrupt
 run_command(benchmark.main)
 """
@@ -274,3 +274,19 @@ def test_ctrl_c_leaves_the_old_file_and_writes_a_partial_one(tmp_path, checkpoin
     assert 2 <= (record.rows.kind == "latency").sum() < 100
     assert "per_trial.partial.npz" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_storage_types_are_cases_of_their_own(command, monkeypatch):
+    seen = {}
+
+    def fake(cases, settings, environment, probes):
+        seen["cases"] = [(case.name, case.dtype, case.tolerance) for case in cases]
+        seen["stored"] = [case.candidates[0].arguments["dtype"] for case in cases]
+        return measured(seconds=0.0, ceilings=[])
+
+    monkeypatch.setattr(benchmark, "run_study", fake)
+    types = ("--dtype", "float32", "float16", "float32", "--tf32")
+    assert command(*TINY, *types, report=lambda *_: None) == 0
+    names = [("network", "float32", ""), ("network", "float16", ""), ("network, TF32", "float32", "tf32")]
+    assert seen["cases"] == names
+    assert seen["stored"] == ["float32", "float16", "float32"]

@@ -87,7 +87,7 @@ def violins(group: Group) -> Figure:
 def bars(group: Group) -> Figure:
     """P50 with whiskers to P95, a panel per batch size, published figures beside."""
     sizes = group.batch_sizes[:MOST_PANELS]
-    shown = [name for name in group.backends if name in published.P50_MS] if group.is_network else []
+    shown = [name for name in group.backends if name in published.P50_MS] if group.is_published else []
     legend = [Line2D([], [], color="black", marker="|", linewidth=1, label="P95")]
     figure, panels = plots.panels_figure(
         [f"batch {n}" for n in sizes],
@@ -132,7 +132,7 @@ def speedups(group: Group) -> Figure | None:
             points = {size: (c.ratio, c.low, c.high) for size, c in found.items() if c is not None}
             if name != baseline and points:
                 ratios[name] = points
-            if name != baseline and group.is_network:
+            if name != baseline and group.is_published:
                 values = {size: published.speedup(name, baseline, size) for size in published.BATCH_SIZES}
                 values = {size: value for size, value in values.items() if value}
                 if values and name in ratios:
@@ -160,7 +160,7 @@ def scaling(group: Group) -> Figure | None:
     sizes = group.batch_sizes
     plots.draw_lines(left, _curves(group, group.throughput))
     plots.draw_lines(right, efficiencies)
-    if group.is_network:
+    if group.is_published:
         names = [name for name in published.P50_MS if name in group.backends]
         known = {name: {n: ms for n, ms in published.P50_MS[name].items() if n in sizes} for name in names}
         first = published.BATCH_SIZES[0]

@@ -208,7 +208,7 @@ def result_rows(group: Group) -> list[dict[str, Any]]:
             row["state"] = _state(cell)
             joules = cell.get("joules_per_image")
             row["mJ/image"] = None if joules is None else significant(1e3 * joules)
-            known = published.P50_MS.get(backend, {}).get(size) if group.is_network else None
+            known = published.P50_MS.get(backend, {}).get(size) if group.is_published else None
             row[f"P50 ms, {published.LABEL}"] = None if known is None else milliseconds(known)
             rows.append(row)
     return rows
