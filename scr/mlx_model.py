@@ -12,7 +12,7 @@ A fusion level is a value, not a copy of the model. Every level has the same par
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -169,6 +169,13 @@ LAUNCH_LEVELS = ("block", "network")
 LEVELS = (*BLOCK_CLASSES, *LAUNCH_LEVELS)
 
 
+class Tunings(Protocol):
+    """What replaces default tilings, such as `kernels.Tunings`."""
+
+    def pick(self, level: str, batch: int) -> tuple[Any, ...] | None:
+        """One tiling per block, or the network's one; None, or a None in it: the default."""
+
+
 class FusedNetwork:
     """The network as a few launches: the layer of `kernels.network_by_blocks` and `kernels.network`.
 
@@ -179,9 +186,7 @@ class FusedNetwork:
 
     MAX_PLANS = 32  # at level "block" on the host each holds some MB, the activations of its chunks
 
-    def __init__(
-        self, level: str, weights: mx.array, target: str | None, tunings: kernels.Tunings | None = None
-    ):
+    def __init__(self, level: str, weights: mx.array, target: str | None, tunings: Tunings | None = None):
         self.level, self.weights, self.tunings = level, weights, tunings
         self.target = target or kernels.default_target()
         self.parts = kernels.weight_parts(weights, SHAPE)
@@ -208,9 +213,9 @@ class FusedNetwork:
         found = self.tunings.pick(self.level, whole or batch) if self.tunings else None
         if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
             arrivals = mx.zeros((8,), mx.uint32)
-            tiling = kernels.default_spread_tiling(batch, kernels.multiprocessors())
+            spread = kernels.default_spread_tiling(batch, kernels.multiprocessors())
             return [
-                kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, tiling)
+                kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, spread)
             ]
         if self.level == "network":
             tiling = found[0] if found else None
@@ -230,7 +235,7 @@ class DepthwiseMNIST(nn.Module):
         level: str = "layers",
         dtype: mx.Dtype = mx.float32,
         target: str | None = None,
-        tunings: kernels.Tunings | None = None,
+        tunings: Tunings | None = None,
     ):
         super().__init__()
         if level not in LEVELS:
@@ -472,7 +477,7 @@ def get_model(
     checkpoint: Path | str | None = None,
     dtype: mx.Dtype = mx.float32,
     target: str | None = None,
-    tunings: kernels.Tunings | None = None,
+    tunings: Tunings | None = None,
 ) -> DepthwiseMNIST:
     """The trained network at a fusion level, in eval mode; `checkpoint` defaults to output/best_model.pth.
 

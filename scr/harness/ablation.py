@@ -113,8 +113,8 @@ class Parts(MlxBackend):
         params = [np.concatenate([w.taps, w.rows(norm)]) for w in map(weights, DEPTHWISE)]
         self.params = [mx.array(rows.astype(np.float32)) for rows in params]
 
-    def prepare(self, batch: list[np.ndarray]) -> None:
-        """Put the four layers' inputs on the device: the launches of `dw_bn_relu` with another text."""
+    def prepare(self, batch: Any) -> None:
+        """Put the four layers' inputs, an array each, on the device: launches of `dw_bn_relu` with another text."""
         from kernels.depthwise import dw_bn_relu_call
 
         x = [self.mx.array(part) for part in batch]
@@ -198,8 +198,8 @@ class Reference(Backend):
             c = layer.channels_in
             taps = torch.from_numpy(found.taps.astype(np.float64).T.reshape(c, 1, 3, 3).copy())
             images = torch.from_numpy(x.astype(np.float64)).permute(0, 3, 1, 2)
-            y = torch.nn.functional.conv2d(images, taps, stride=layer.stride, padding=1, groups=c)
-            y = y.permute(0, 2, 3, 1).numpy()  # (N, H, W, C)
+            convolved = torch.nn.functional.conv2d(images, taps, stride=layer.stride, padding=1, groups=c)
+            y = convolved.permute(0, 2, 3, 1).numpy()  # (N, H, W, C)
             if self.norm != "none":
                 mean, variance, gamma, beta = found.norm.astype(np.float64)
                 y = (y - mean) / np.sqrt(variance + EPSILON) * gamma + beta

@@ -428,7 +428,7 @@ class MlxBackend(Backend):
     def facts(self) -> dict[str, Any]:
         """Whether the graph is compiled, TF32, and the launches of one forward, counted on its graph."""
         on_cuda = self.mx.default_device().type == self.mx.DeviceType.gpu and not self.mx.metal.is_available()
-        facts = {"compiled": self.compiled}
+        facts: dict[str, Any] = {"compiled": self.compiled}
         facts["tf32"] = os.environ.get("MLX_ENABLE_TF32", "1") != "0" if on_cuda else None
         if self.counts_launches and self.outputs:
             facts |= {"launches_counted": count_launches(self.forward(self.x)), "launches_by": "MLX graph"}
@@ -463,10 +463,12 @@ class MlxNetwork(MlxBackend):
             raise Fault(f"the {level} kernels store float32 or float16, not {dtype}")
         custom = level not in ("layers", "folded")
 
-        self.tiles = None  # "default", "tuned" or "Metal's", where the level has a choice of tilings
+        self.tiles: str | None = (
+            None  # "default", "tuned" or "Metal's", where the level has a choice of tilings
+        )
 
         def make() -> Any:
-            tunings = None
+            tunings: mlx_model.Tunings | None = None
             if as_metal:
                 tunings, self.tiles = MetalDefaults(), "Metal's"
             elif level in mlx_model.LAUNCH_LEVELS:

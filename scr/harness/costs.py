@@ -90,9 +90,9 @@ BLOCKS = tuple(f"block {number}" for number in range(4))
 POOLED = 192 * 7 * 7  # values that average pooling reads per image
 
 
-def _of(block: str, kind: str) -> Layer | None:
-    """The layer of a kind in a block."""
-    return next((layer for layer in LAYERS if (layer.block, layer.kind) == (block, kind)), None)
+def _of(block: str, kind: str) -> Layer:
+    """The layer of a kind in a block that has one."""
+    return next(layer for layer in LAYERS if (layer.block, layer.kind) == (block, kind))
 
 
 def parameters() -> dict[str, int]:
@@ -221,13 +221,10 @@ def launches(rung: str) -> list[Launch]:
 def _layer_launches(block: str, form: Form) -> list[Launch]:
     """The launches of the stem or a block in a form that launches per layer."""
     found = []
-    for kind in ("stem", "depthwise", "pointwise", "skip"):
-        layer = _of(block, kind)
-        if layer is None:
-            continue
+    for layer in (layer for layer in LAYERS if layer.block == block):
         n = layer.outputs
-        found.append(Launch(kind, layer.inputs, n))
-        if form.element_wise == "inside" or (kind == "depthwise" and form.fused_depthwise):
+        found.append(Launch(layer.kind, layer.inputs, n))
+        if form.element_wise == "inside" or (layer.kind == "depthwise" and form.fused_depthwise):
             continue
         if form.element_wise == "apart":
             found += [Launch("element-wise", n * share, n * share) for share in form.norm]
@@ -296,7 +293,7 @@ def predict(
     arithmetic_ms = flops / rate / 1e6 if rate else None
     bytes_ms = nbytes / bandwidth / 1e6 if bandwidth else None
     launch_ms = _launch_ms(backend, target, count, limits)
-    known = arithmetic_ms is not None and bytes_ms is not None
+    least_ms = max(arithmetic_ms, bytes_ms) if arithmetic_ms is not None and bytes_ms is not None else None
     return {
         "flops": flops,
         "bytes": nbytes,
@@ -305,7 +302,7 @@ def predict(
         "arithmetic_ms": arithmetic_ms,
         "bytes_ms": bytes_ms,
         "launch_ms": launch_ms,
-        "floor_ms": max(arithmetic_ms, bytes_ms) + (launch_ms or 0.0) if known else None,
+        "floor_ms": None if least_ms is None else least_ms + (launch_ms or 0.0),
     }
 
 
@@ -328,10 +325,12 @@ def _launch_ms(backend: str, target: str, count: int, limits: list[dict[str, Any
         own = 0
     total = 0.0
     for who, number in ((framework, count - own), ("host", own)):
+        if not number:
+            continue
         price = ceilings.launch_ms(limits, who)
-        if number and price is None:
+        if price is None:
             return None
         # The fused layer leaves MLX's graph every time; the block kernels are one foreign call.
         calls = number if who == "host" and backend == "mlx-fused" else min(number, 1)
-        total += calls * price[0] + (number - calls) * price[1] if number else 0.0
+        total += calls * price[0] + (number - calls) * price[1]
     return total

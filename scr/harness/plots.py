@@ -14,15 +14,17 @@ into a file.
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.typing import LineStyleType
 
 from harness.paths import write_atomic
 from harness.tables import milliseconds
@@ -30,7 +32,7 @@ from harness.tables import milliseconds
 WIDTH = 8.3  # inches
 DPI = 150
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # shipped with matplotlib: the same glyphs on every machine
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -80,8 +82,11 @@ LOG_FROM = 30.0  # bars whose lengths differ by more than this factor get a loga
 SAVES, COSTS, OPEN = "#0072B2", "#D55E00", "#bbbbbb"  # a step that pays, one that does not, one undecided
 PUBLISHED = "#000000"
 PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#BBBBBB", "#D55E00", "#F0E442")
-ROOF_LINES = ({"linewidth": 1.8, "linestyle": "-"}, {"linewidth": 1.1, "linestyle": "-."})
-DATASHEET_LINE = {"color": "#777777", "linewidth": 0.9, "linestyle": ":"}
+ROOF_LINES: tuple[dict[str, Any], ...] = (
+    {"linewidth": 1.8, "linestyle": "-"},
+    {"linewidth": 1.1, "linestyle": "-."},
+)
+DATASHEET_LINE: dict[str, Any] = {"color": "#777777", "linewidth": 0.9, "linestyle": ":"}
 
 
 def colour(name: str) -> str:
@@ -148,7 +153,7 @@ def panels_figure(
     return figure, list(grid[: len(titles)])
 
 
-def legend_lines(names: Iterable[str], line: str = "-") -> list[Line2D]:
+def legend_lines(names: Iterable[str], line: LineStyleType = "-") -> list[Line2D]:
     """Legend entries of backends: line and marker."""
     return [Line2D([], [], color=colour(n), marker=marker(n), linestyle=line, label=n) for n in names]
 
@@ -268,10 +273,11 @@ def draw_violins(axes: Axes, latency_ms: Mapping[str, np.ndarray]) -> None:
             low, high = np.percentile(values, [1, 97])
             inner = values[(values >= low) & (values <= high)]
             if np.ptp(inner) > 0:
-                parts = axes.violinplot([inner], [row], orientation="horizontal", widths=0.85, points=200)
-                parts["bodies"][0].set(facecolor=colour(name), alpha=0.75, linewidth=0)
-                for line in ("cbars", "cmins", "cmaxes"):
-                    parts[line].set_visible(False)
+                drawn = axes.violinplot(
+                    [inner], [row], orientation="horizontal", widths=0.85, points=200, showextrema=False
+                )
+                (body,) = cast(Sequence[PolyCollection], drawn["bodies"])  # matplotlib's hint is Collection
+                body.set(facecolor=colour(name), alpha=0.75, linewidth=0)
         else:
             axes.plot(values, np.full(len(values), row), marker(name), color=colour(name), markersize=4)
         axes.plot([0, 0], [row - 0.35, row + 0.35], color="black", linewidth=1)
@@ -312,9 +318,9 @@ def draw_bars(
     for row, name in enumerate(names):
         end = ends[name]
         axes.barh(row, p50_ms[name], height=0.72, color=colour(name))
-        if p95_ms.get(name) is not None:
-            axes.plot([p50_ms[name], p95_ms[name]], [row, row], color="black", linewidth=1)
-            axes.plot([p95_ms[name]] * 2, [row - 0.18, row + 0.18], color="black", linewidth=1)
+        if (p95 := p95_ms.get(name)) is not None:
+            axes.plot([p50_ms[name], p95], [row, row], color="black", linewidth=1)
+            axes.plot([p95, p95], [row - 0.18, row + 0.18], color="black", linewidth=1)
         if name in published:
             axes.plot(published[name], row, "D", color="white", mec=PUBLISHED, mew=1.1, markersize=5)
             # A figure would lie under the text behind the bar: the text moves behind the figure.
@@ -374,11 +380,12 @@ def draw_ratios(
         axes.errorbar(
             x, y, yerr=[y - low, high - y], fmt="none", color=colour(name), capsize=2.5, linewidth=1.2
         )
-    for name, points in (published or {}).items():
-        x = [size for size in sorted(points) if size in sizes]
-        y = [points[size] for size in x]
-        everything += y
-        axes.plot(x, y, "--", marker=marker(name), mfc="white", color=colour(name), linewidth=1, alpha=0.9)
+    for name, known in (published or {}).items():
+        at = [size for size in sorted(known) if size in sizes]
+        values = [known[size] for size in at]
+        everything += values
+        look: dict[str, Any] = {"mfc": "white", "color": colour(name), "linewidth": 1, "alpha": 0.9}
+        axes.plot(at, values, "--", marker=marker(name), **look)
     edge = 1 + band_percent / 100
     axes.axhspan(1 / edge, edge, color="#999999", alpha=0.35, linewidth=0)
     batch_axis(axes, sizes)

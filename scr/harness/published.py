@@ -12,12 +12,16 @@ P50_MS = {
 }
 
 
+def speedups(backend: str, baseline: str) -> dict[int, float]:
+    """Batch size -> published P50 of `baseline` ÷ that of `backend`; empty where either was not published."""
+    if not {backend, baseline} <= set(P50_MS):
+        return {}
+    return {size: P50_MS[baseline][size] / P50_MS[backend][size] for size in BATCH_SIZES}
+
+
 def speedup(backend: str, baseline: str, batch_size: int) -> float | None:
     """Published P50 of `baseline` ÷ that of `backend`; None where either was not published."""
-    try:
-        return P50_MS[baseline][batch_size] / P50_MS[backend][batch_size]
-    except KeyError:
-        return None
+    return speedups(backend, baseline).get(batch_size)
 
 
 # At batch 1 the published times are launches × this: 2.858 ms ÷ 93 and 1.917 ms ÷ 65 launches.

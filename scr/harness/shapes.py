@@ -150,7 +150,7 @@ def mlx_block(shape: Shape, level: str, dtype: str, target: str | None) -> MlxBa
     sizes = (shape.channels, shape.outputs, shape.stride)
     storage = getattr(mx, dtype)
 
-    def make() -> nn.Module:
+    def make() -> Callable[[Any], Any]:
         block = mlx_model.BLOCK_CLASSES.get(level, mlx_model.Block)(*sizes, target=target)
         named = []
         for name, value in weights(shape).items():

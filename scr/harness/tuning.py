@@ -25,6 +25,7 @@ import mlx_model
 from harness import machine, statistics
 from harness.cli import Fault
 from harness.paths import OUTPUT, write_atomic
+from harness.present import present
 from harness.tolerances import compare
 from kernels import tilings
 
@@ -61,7 +62,7 @@ class Step:
 
     def found(self) -> AnyTiling | None:
         """The tiling that replaces the default, if any."""
-        return FIELDS[self.kind](**self.tiling) if self.tiling else None
+        return FIELDS[self.kind](**self.tiling) if self.tiling and self.kind else None
 
 
 @dataclass
@@ -118,7 +119,7 @@ def search(
 
     images (N, 28, 28, 1) float32; a batch is the first N, repeated as needed.
     """
-    launches = model._launches
+    launches = present(model._launches)
     target = launches.target
     results = (load(target) if resume else None) or Results(
         device_name(target), machine.kernel_hashes(), machine.describe([])["versions"]
@@ -161,12 +162,13 @@ def _search_one(
     result that is right on these stands in.
     """
     shapes = mlx_model.SHAPE.blocks
-    if step.block is None:
-        candidates = tilings.network_candidates(shapes, step.batch, launches.target)
-    else:
-        candidates = tilings.block_candidates(shapes[step.block], step.batch, launches.target)
+    candidates: list[AnyTiling] = (
+        [*tilings.network_candidates(shapes, step.batch, launches.target)]
+        if step.block is None
+        else [*tilings.block_candidates(shapes[step.block], step.batch, launches.target)]
+    )
     dtype = str(x.dtype).removeprefix("mlx.core.")
-    forwards: dict[Any, Callable[[], None]] = {}
+    forwards: dict[Any, Callable[[], mx.array]] = {}
     screened: dict[Any, float] = {}
     expected = reference
     for tiling in tqdm(
@@ -196,15 +198,16 @@ def _search_one(
         for tiling in order:
             trials[tiling].append((number, _burst(forwards[tiling])))
     samples = {
-        t: statistics.Sample("latency", *map(np.array, zip(*rows, strict=True))) for t, rows in trials.items()
+        tiling: statistics.Sample("latency", np.array([n for n, _ in rows]), np.array([ms for _, ms in rows]))
+        for tiling, rows in trials.items()
     }
     best = min(samples, key=lambda tiling: samples[tiling].p50)
     if best == default:
         step.verdict = "default"
         return
-    result = statistics.speedup(samples[best], samples[default])
-    step.ratio, step.low, step.high, step.verdict = result.ratio, result.low, result.high, result.verdict
-    if result.verdict == "faster":
+    gain = statistics.speedup(samples[best], samples[default])
+    step.ratio, step.low, step.high, step.verdict = gain.ratio, gain.low, gain.high, gain.verdict
+    if gain.verdict == "faster":
         step.tiling, step.kind = asdict(best), type(best).__name__
 
 
@@ -232,7 +235,8 @@ def _result(run: Callable[[], mx.array]) -> np.ndarray | None:
 def _burst(run: Callable[[], mx.array]) -> float:
     """Milliseconds per call over one burst (the median of its calls)."""
     run()
-    times, start = [], time.perf_counter()
+    times: list[float] = []
+    start = time.perf_counter()
     while not times or time.perf_counter() - start < BURST_S:
         before = time.perf_counter()
         run()

@@ -1,7 +1,10 @@
 """What pays on this machine, in five sentences computed from a group of a record."""
 
+from itertools import combinations
+
 from harness import published
 from harness.analysis import OWN_KERNELS, PEERS, PLAIN, Group
+from harness.present import present
 from harness.statistics import NOISY_CV_PERCENT, Comparison
 from harness.tables import count, interval, milliseconds, percent, ratio, span, words
 
@@ -23,7 +26,7 @@ def fastest_sentence(group: Group) -> str:
     spans: list[tuple[str, list[int]]] = []
     level: list[str] = []
     for size in group.batch_sizes:
-        best = group.fastest(size)
+        best = present(group.fastest(size))
         if spans and spans[-1][0] == best:
             spans[-1][1].append(size)
         else:
@@ -31,10 +34,11 @@ def fastest_sentence(group: Group) -> str:
         level += _level(group, best, size)
     parts = []
     for best, sizes in spans:
-        text = f"`{best}` at batch {words(sizes)} ({milliseconds(group.p50(best, sizes[0]))}"
-        text += f" to {milliseconds(group.p50(best, sizes[-1]))} ms" if len(sizes) > 1 else " ms"
-        found = [group.speedup(best, peer, n) for n in sizes] if peer and best != peer else []
-        text += f"; {against(found, sizes, peer)})" if any(found) else ")"
+        first, last = (milliseconds(present(group.p50(best, n))) for n in (sizes[0], sizes[-1]))
+        text = f"`{best}` at batch {words(sizes)} ({first}"
+        text += f" to {last} ms" if len(sizes) > 1 else " ms"
+        found = [one for n, one in compared(group, best, peer) if n in sizes] if peer and best != peer else []
+        text += f"; {against(found, peer)})" if peer and found else ")"
         parts.append(text)
     text = f"**Fastest here** is {words(parts, 'then')}"
     return text + (f"; not decidedly faster than {words(level)}." if level else ".")
@@ -42,10 +46,8 @@ def fastest_sentence(group: Group) -> str:
 
 def _level(group: Group, best: str, size: int) -> list[str]:
     """Backends that the fastest one is not decidedly faster than."""
-    others = [name for name in group.backends if name != best and group.p50(name, size) is not None]
-    return [
-        f"`{name}` at batch {size}" for name in others if group.speedup(best, name, size).verdict != "faster"
-    ]
+    others = [(name, group.speedup(best, name, size)) for name in group.backends if name != best]
+    return [f"`{name}` at batch {size}" for name, one in others if one and one.verdict != "faster"]
 
 
 def article_sentence(group: Group) -> str:
@@ -54,7 +56,7 @@ def article_sentence(group: Group) -> str:
     found = compared(group, "mlx-fused", "mlx")
     if not found:
         return f"{start} was not measured beside `mlx` in this run, so its gain here is unknown."
-    known = [published.speedup("mlx-fused", "mlx", size) for size in published.BATCH_SIZES]
+    known = list(published.speedups("mlx-fused", "mlx").values())
     return (
         f"{start}, against MLX as written: {by_verdict(found)} "
         f"({published.LABEL}: {span(min(known), max(known))} times faster)."
@@ -68,43 +70,44 @@ def kernels_sentence(group: Group) -> str:
     if not own or not free:
         return "**Custom kernels**: this run lacks them or MLX without them, so it cannot say if they pay."
     honest = "mlx-folded" in free
-    found = []
-    for size in group.batch_sizes:
-        best, plain = group.fastest(size, own), group.fastest(size, free)
-        if best and plain:
-            found.append((size, group.speedup(best, plain, size)))
+    found = best_against_best(group, own, free)
     if not found:
         return "**Custom kernels** and MLX without them share no batch size in this run."
     text = f"**Custom kernels**, the best of them against the best MLX without any: {by_verdict(found)}"
     text += "" if honest else " (this run lacks the honest baseline, folded and compiled)"
     peers = tuple(name for name in group.backends if name.startswith("torch") or name == "onnxruntime")
-    against_peers = []
-    for size in group.batch_sizes:
-        best, peer = group.fastest(size, own), group.fastest(size, peers)
-        if best and peer:
-            against_peers.append((size, group.speedup(best, peer, size)))
+    against_peers = best_against_best(group, own, peers)
     if against_peers:
         names = words([f"`{name}`" for name in peers])
         text += f"; against the best of {names}: {by_verdict(against_peers)}"
     return text + "."
 
 
+def best_against_best(
+    group: Group, ours: tuple[str, ...], theirs: tuple[str, ...]
+) -> list[tuple[int, Comparison]]:
+    """(batch, the fastest of `ours` against the fastest of `theirs`) wherever both were measured."""
+    pairs = [(size, group.fastest(size, ours), group.fastest(size, theirs)) for size in group.batch_sizes]
+    found = [(size, group.speedup(one, other, size)) for size, one, other in pairs if one and other]
+    return [(size, one) for size, one in found if one is not None]
+
+
 def limit_sentence(group: Group) -> str:
     """How near the fastest backend is to the machine's limits, and what bounds it."""
     parts = []
     for size in dict.fromkeys((group.batch_sizes[0], group.batch_sizes[-1])):
-        best = group.fastest(size)
+        best = present(group.fastest(size))
         cost, floor, median = group.cost(best, size), group.floor_ms(best, size), group.p50(best, size)
-        if not floor:
+        if not floor or not median:
             continue
-        terms = {
+        terms: dict[str, float] = {
             "launches": cost.get("launch_ms") or 0.0,
             "bytes": cost["bytes_ms"],
             "arithmetic": cost["arithmetic_ms"],
         }
         text = (
             f"at batch {size} `{best}` reaches {percent(100 * floor / median)} of its floor of "
-            f"{milliseconds(floor)} ms, most of which is {max(terms, key=terms.get)}"
+            f"{milliseconds(floor)} ms, most of which is {max(terms, key=lambda name: terms[name])}"
         )
         if floor > 1.05 * median:
             text += " (above 100 %: a ceiling was measured too low)"
@@ -117,20 +120,21 @@ def limit_sentence(group: Group) -> str:
 
 def trust_sentence(group: Group) -> str:
     """How quiet the machine was and how many comparisons were decided."""
-    cells = [(n, s) for n in group.backends for s in group.batch_sizes if group.p50(n, s) is not None]
+    summaries = {(n, s): group.summary(n, s) for n in group.backends for s in group.batch_sizes}
+    cells = {cell: summary for cell, summary in summaries.items() if summary is not None}
     states = [group.cell(*cell).get("state") for cell in cells]
-    noisy = sum(group.summary(*cell).noisy for cell in cells)
+    noisy = sum(summary.noisy for summary in cells.values())
     text = f"**How sure**: of {count(len(cells), 'cell')} {states.count('steady')} were steady"
     text += f", {states.count('drifting')} drifted, {states.count('few')} have too few trials for a P95"
     text += f", {noisy} scattered by more than {NOISY_CV_PERCENT:.0f} %"
-    decided, pairs = 0, 0
-    for size in group.batch_sizes:
-        here = [n for n in group.backends if group.p50(n, size) is not None]
-        for i, first in enumerate(here):
-            for second in here[i + 1 :]:
-                pairs += 1
-                decided += group.speedup(first, second, size).verdict != "undecided"
-    return text + (f"; {decided} of {count(pairs, 'pair')} of backends are decided." if pairs else ".")
+    pairs = [
+        one
+        for size in group.batch_sizes
+        for first, second in combinations(group.backends, 2)
+        if (one := group.speedup(first, second, size)) is not None
+    ]
+    decided = sum(one.verdict != "undecided" for one in pairs)
+    return text + (f"; {decided} of {count(len(pairs), 'pair')} of backends are decided." if pairs else ".")
 
 
 def compared(group: Group, backend: str, baseline: str) -> list[tuple[int, Comparison]]:
@@ -158,13 +162,12 @@ def by_verdict(found: list[tuple[int, Comparison]]) -> str:
     return ", ".join(parts)
 
 
-def against(found: list[Comparison | None], sizes: list[int], peer: str) -> str:
+def against(found: list[Comparison], peer: str) -> str:
     """Ratios against a peer in words, undecided ones said to be."""
-    known = [one for one in found if one is not None]
-    if len(known) == 1:
-        return f"{interval(known[0])} times as fast as {peer}{_unless_faster(known)}"
-    ratios = [one.ratio for one in known]
-    return f"{ratio(min(ratios))} to {ratio(max(ratios))} times as fast as {peer}{_unless_faster(known)}"
+    if len(found) == 1:
+        return f"{interval(found[0])} times as fast as {peer}{_unless_faster(found)}"
+    ratios = [one.ratio for one in found]
+    return f"{ratio(min(ratios))} to {ratio(max(ratios))} times as fast as {peer}{_unless_faster(found)}"
 
 
 def _unless_faster(found: list[Comparison]) -> str:

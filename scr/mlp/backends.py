@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.cli import Fault
 from harness.measure import Candidate
+from harness.present import present
 from harness.worker import Backend, Session, WorkerError
 
 MOST_RESULTS = 4_000_000  # elements of a result that are compared; of larger ones every n-th row
@@ -63,6 +64,7 @@ class FunctionBackend(Backend):
         self.captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self.output: Tensor | None = None
         self.batch: np.ndarray | None = None
+        self.x: Tensor
 
     def prepare(self, batch: np.ndarray) -> None:
         """Put the rows on the device, rounded to the dtype; capture the graph at the first call.
@@ -103,7 +105,7 @@ class FunctionBackend(Backend):
             self.captured[0].replay()
             self.output = self.captured[1]
         elif self.training:
-            self.module.zero_grad(set_to_none=True)
+            present(self.module).zero_grad(set_to_none=True)
             self.output = self.function(self.x)
             self.output.backward(self.slope)
         else:
@@ -116,7 +118,8 @@ class FunctionBackend(Backend):
 
     def result(self) -> np.ndarray:
         """The output or the gradient of the first weight, thinned to at most MOST_RESULTS elements."""
-        output = next(self.module.parameters()).grad if self.gradient else self.output
+        first = next(present(self.module).parameters()) if self.gradient else None
+        output = present(self.output if first is None else first.grad)
         rows = output.detach().reshape(-1, output.shape[-1])
         step = -(-rows.numel() // MOST_RESULTS)
         # An odd step meets every position within a tile.

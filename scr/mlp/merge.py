@@ -11,6 +11,7 @@ The second holds only when nothing stands between the layers: with an activation
 """
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -66,8 +67,10 @@ def _merge_product(traced: fx.GraphModule, done: list[str]) -> bool:
     """Replace one pair of Linear layers with nothing between them; False when there is none."""
     for node in traced.graph.nodes:
         second, before = _linear(traced, node), node.args[0] if node.args else None
-        first = _linear(traced, before) if second else None
-        if second is None or first is None or len(before.users) != 1:
+        if second is None or not isinstance(before, fx.Node) or len(before.users) != 1:
+            continue
+        first = _linear(traced, before)
+        if first is None:
             continue
         work = first.in_features * first.out_features + second.in_features * second.out_features
         if first.in_features * second.out_features > work or first.weight.dtype != second.weight.dtype:
@@ -92,23 +95,22 @@ def _merge_product(traced: fx.GraphModule, done: list[str]) -> bool:
 
 def _merge_shared(traced: fx.GraphModule, done: list[str]) -> None:
     """Replace every group of Linear layers of one input by one layer and a split."""
-    groups: dict[tuple, list[fx.Node]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[tuple[fx.Node, nn.Linear]]] = defaultdict(list)
     for node in traced.graph.nodes:
         layer = _linear(traced, node)
         if layer is not None:
             like = (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
-            groups[(node.args[0], *like)].append(node)
-    for (source, *_), nodes in groups.items():
+            groups[(node.args[0], *like)].append((node, layer))
+    for (source, *_), members in groups.items():
+        nodes, layers = [node for node, _ in members], [layer for _, layer in members]
         if len(nodes) < 2 or _written_between(traced, source, nodes):
             continue
-        layers = [traced.get_submodule(str(node.target)) for node in nodes]
         sizes = [layer.out_features for layer in layers]
-        biases = [layer.bias for layer in layers]
-        layer = _like(layers[0], layers[0].in_features, sum(sizes), biases[0])
+        layer = _like(layers[0], layers[0].in_features, sum(sizes), layers[0].bias)
         with torch.no_grad():
             layer.weight.copy_(torch.cat([part.weight for part in layers]))
             if layer.bias is not None:
-                layer.bias.copy_(torch.cat(biases))
+                layer.bias.copy_(torch.cat([part.bias for part in layers]))
         name = _add(traced, "_".join(_short(node) for node in nodes), layer)
         with traced.graph.inserting_before(nodes[0]):
             merged = traced.graph.call_module(name, (source,))

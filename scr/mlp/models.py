@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "silu": functional.silu,
 }
-NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+NORMS: dict[str, Callable[[int], nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 
 
 def geglu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -121,6 +121,6 @@ def twin(module: nn.Module) -> nn.Module:
     """The module in float64 on the CPU, with the weights as they are after rounding; eager products only."""
     double = copy.deepcopy(module).cpu().double()
     for part in double.modules():
-        if hasattr(part, "product"):
+        if isinstance(part, (Geglu, MergedGeglu)):
             part.product = geglu_product
     return double

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness import plots
 from harness.paths import write_atomic
+from harness.present import present
 from harness.record import Record
 from harness.sections import machine_table
 from harness.statistics import NOISY_CV_PERCENT
@@ -116,8 +117,8 @@ def changes(view: View) -> str:
     rows = []
     for number in TITLES:
         for case, dtype in view.cases(number):
-            cells = [view.cell(case, name, dtype) for name in ("torch", "torch-compile")]
-            if None in cells:
+            cells = view.pair(case, "torch", "torch-compile", dtype)
+            if cells is None:
                 continue
             eager, compiled = (cell["observed"] for cell in cells)
             gemms = [
@@ -149,8 +150,9 @@ def clocks(view: View) -> str:
     both = []
     for case, dtype in dict.fromkeys((c["case"], c["dtype"]) for c in view.record.cells):
         pair = [view.ratio(case, "torch-compile", "torch", dtype, kind) for kind in ("device", "latency")]
-        if None not in pair:
-            both.append([comparison.verdict for comparison in pair])
+        verdicts = [comparison.verdict for comparison in pair if comparison is not None]
+        if len(verdicts) == 2:
+            both.append(verdicts)
     if not both:
         return ""
     device, wall = ([verdicts[i] for verdicts in both].count("faster") for i in (0, 1))
@@ -294,7 +296,7 @@ def shapes(view: View) -> str:
             {
                 "rows change": entry["policy"],
                 "graphs": entry.get("graphs"),
-                "first call per shape, s": times and ", ".join(significant(t, 2) for t in times),
+                "first call per shape, s": times and ", ".join(str(significant(t, 2)) for t in times),
                 "together, s": times and significant(sum(times)),
                 "why not": entry.get("reason"),
             }
@@ -305,8 +307,8 @@ def shapes(view: View) -> str:
 def halves(view: View) -> str:
     """What eager's point-wise kernels cost on the halves of a merged projection."""
     name = view.case_names(lambda n: n.startswith("geglu ") and "product" not in n)[0]
-    cells = [view.cell(name, backend) for backend in ("torch", "torch-merged")]
-    if None in cells:
+    cells = view.pair(name, "torch", "torch-merged")
+    if cells is None:
         return ""
     apart, together = (
         sum(
@@ -330,8 +332,8 @@ def halves(view: View) -> str:
 
 def _fused_halves(view: View, name: str) -> str:
     """The same comparison for our fused kernel, where it ran."""
-    cells = [view.cell(name, backend) for backend in ("triton", "triton-merged")]
-    if None in cells:
+    cells = view.pair(name, "triton", "triton-merged")
+    if cells is None:
         return ""
     apart, together = (cell["observed"]["kernel_us"]["geglu_kernel"] for cell in cells)
     return f" Our fused kernel takes {significant(apart)} and {significant(together)} µs."
@@ -377,14 +379,16 @@ def two_layers(view: View) -> str:
     text = f"Against compile, by device time, the fused kernel wins at widths {words(won) or 'none'}"
     text += f" and loses at {words(lost) or 'none'}. "
     widest = max(gains)
-    cells = {name: view.cell(f"two layers {widest}", name) for name in ("triton", "torch-compile")}
-    times = {name: view.p50(cell, view.clock(cell["case"])) for name, cell in cells.items()}
-    work = cells["triton"]["prediction"]["flops"] / cells["torch-compile"]["prediction"]["flops"]
-    rate = {name: cell["prediction"]["flops"] / times[name] / 1e9 for name, cell in cells.items()}
+    cells = present(view.pair(f"two layers {widest}", "triton", "torch-compile"))
+    flops = [cell["prediction"]["flops"] for cell in cells]
+    ours, theirs = (
+        count / present(view.p50(cell, view.clock(cell["case"]))) / 1e9
+        for count, cell in zip(flops, cells, strict=True)
+    )
     return text + (
-        f"At width {widest} it does {significant(work, 2)} × the operations, since every tile of output "
-        f"columns computes the hidden layer again, and reaches {significant(rate['triton'])} TFLOP/s of them "
-        f"against {significant(rate['torch-compile'])}: with 128 rows it has few programs, each of them long."
+        f"At width {widest} it does {significant(flops[0] / flops[1], 2)} × the operations, since every tile "
+        f"of output columns computes the hidden layer again, and reaches {significant(ours)} TFLOP/s of them "
+        f"against {significant(theirs)}: with 128 rows it has few programs, each of them long."
     )
 
 

@@ -11,8 +11,9 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from harness import ceilings, machine, tolerances
 from harness.backends import torch_device
 from harness.cli import Fault
 from harness.measure import Case, run_study
+from harness.present import present
 from harness.record import Record
 from mlp import models, predictions, profiling
 from mlp.backends import FunctionBackend, Here, compiled, graphs_compiled, one_line, register, wait
@@ -30,6 +32,8 @@ from mlp.predictions import ITEM_BYTES, Prediction
 from mlp.settings import Settings
 
 STUDY = "mlp_fusion"
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ CPU = Sizes(
     shape_rows=(32, 48, 64, 80),
     shape_width=256,
 )
-QUICK = {
+QUICK: dict[str, Any] = {
     "matmul": (64, 512),
     "mlp": (16, 64, 3),
     "geglu_rows": 64,
@@ -128,7 +132,7 @@ class Run:
         copies = [entry for entry in self.limits if entry["name"] == "copy"]
         return 1e9 * rate, 1e9 * max(copies, key=lambda entry: entry["bytes"])["value"]
 
-    def place(self, module: nn.Module, dtype: str, training: bool = False) -> nn.Module:
+    def place(self, module: Module, dtype: str, training: bool = False) -> Module:
         """The module on the device, in `dtype`."""
         return module.to(self.device, getattr(torch, dtype)).train(training)
 
@@ -393,10 +397,10 @@ def launch_parameters(run: Run, rows: int, hidden: int, dtype: str) -> list[dict
         batch = run.rows((count, 2 * hidden))
         for block in (512, 1024, 2048, 4096):
             for warps in (2, 4, 8):
-                product = Product(lambda g, u, b=block, w=warps: kernels.geglu(g, u, b, w))
+                product = Product(partial(kernels.geglu, block=block, warps=warps))
                 backend = FunctionBackend(product, None, run.device, getattr(torch, dtype))
                 backend.prepare(batch)
-                times = sorted(backend.device_ms() for _ in range(5))
+                times = sorted(present(backend.device_ms()) for _ in range(5))
                 fixed = (block, warps) == (kernels.GEGLU_BLOCK, kernels.GEGLU_WARPS)
                 found.append(
                     {"rows": count, "block": block, "warps": warps, "us": 1e3 * times[2], "fixed": fixed}
@@ -448,7 +452,7 @@ def shape_changes(run: Run) -> None:
             "liger": with_product(module, lambda: liger_product(run)),
         }
 
-    found = []
+    found: list[dict[str, Any]] = []
     for name, make in policies().items():
         try:
             function = make()
@@ -604,14 +608,14 @@ def mistakes(run: Run) -> None:
     cost = {"relu": 1, "gelu": predictions.GELU_FLOPS, "silu": 4}
     for norm in models.NORMS:
         for activation in models.ACTIVATIONS:
-            module = run.place(models.NormActLinear(norm, activation, width), dtype)
+            layer = run.place(models.NormActLinear(norm, activation, width), dtype)
             ways = []
             for name, options in (("torch", None), ("torch-compile", {})):
                 expected = predictions.norm_linear(
                     rows, width, ITEM_BYTES[dtype], cost[activation], options is not None
                 )
-                ways.append(Way(name, module, expected, options))
-            run.case(7, f"{norm}+{activation}+linear", module, (rows, width), dtype, ways)
+                ways.append(Way(name, layer, expected, options))
+            run.case(7, f"{norm}+{activation}+linear", layer, (rows, width), dtype, ways)
 
 
 EXPERIMENTS = {1: matmul_add, 2: linear, 3: naive_mlp, 4: geglu, 5: two_layers, 6: merges, 7: mistakes}
@@ -631,7 +635,8 @@ def run(settings: Settings, folder: Path) -> Record:
     state.say(f"measuring the limits of {state.device}")
     state.limits = ceilings.torch_ceilings(settings.device, settings.threads)
     for number in settings.experiments:
-        state.say(f"experiment {number}: {EXPERIMENTS[number].__doc__.split(': ', 1)[1].splitlines()[0]}")
+        title = present(EXPERIMENTS[number].__doc__).split(": ", 1)[1].splitlines()[0]
+        state.say(f"experiment {number}: {title}")
         EXPERIMENTS[number](state)
     cells = sum(len(case.candidates) for case in state.cases)
     left = settings.seconds - (time.perf_counter() - state.begin)

@@ -35,6 +35,13 @@ class View:
         found = [c for c in self.cells(case=case, backend=backend) if dtype in (None, c["dtype"])]
         return next((c for c in found if "observed" in c), None)
 
+    def pair(
+        self, case: str, first: str, second: str, dtype: str | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The cells of two ways of a case; None unless both ran here."""
+        one, other = self.cell(case, first, dtype), self.cell(case, second, dtype)
+        return None if one is None or other is None else (one, other)
+
     def cases(self, experiment: int) -> list[tuple[str, str]]:
         """(case, dtype) of an experiment, in order."""
         return list(dict.fromkeys((c["case"], c["dtype"]) for c in self.cells(experiment=experiment)))
@@ -62,10 +69,10 @@ class View:
         self, case: str, backend: str, baseline: str, dtype: str | None = None, kind: str = "latency"
     ) -> Comparison | None:
         """How many times faster a way is than another of the same case; None where one did not run."""
-        ours, theirs = self.cell(case, backend, dtype), self.cell(case, baseline, dtype)
-        if ours is None or theirs is None:
+        cells = self.pair(case, backend, baseline, dtype)
+        if cells is None:
             return None
-        new, old = self.sample(ours, kind), self.sample(theirs, kind)
+        new, old = (self.sample(cell, kind) for cell in cells)
         return None if new is None or old is None else speedup(new, old)
 
     def clock(self, case: str) -> str:
