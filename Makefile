@@ -72,14 +72,15 @@ check-host: $(READY) ## on the CPU: every kernel against float64
 msl: $(READY) ## write the complete Metal text of every kernel instance to output/msl
 	$(RUN) tests/kernels/check.py --write-msl output/msl $(ARGS)
 
-lint: $(READY) ## style and format checks
+lint: $(READY) ## style, format and types
 	$(RUN) -m ruff check scr tests
 	$(RUN) -m ruff format --check scr tests
+	$(RUN) -m mypy
 
 format: $(READY) ## mend what lint can mend
 	$(RUN) -m ruff check --fix scr tests
 	$(RUN) -m ruff format scr tests
 
 clean: ## remove the environment, caches and generated kernel texts; keeps output/ and conclusions/
-	rm -rf $(VENV) scr/kernels/.cache tests/kernels/.cache output/msl .pytest_cache .ruff_cache
+	rm -rf $(VENV) scr/kernels/.cache tests/kernels/.cache output/msl .pytest_cache .ruff_cache .mypy_cache
 	find scr tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -387,9 +387,9 @@ def test_prediction_for_apple_chips_is_labelled_and_agrees_with_the_published_ma
 
 
 def test_published_figures_are_the_articles():
-    assert published.speedup("mlx-fused", "mlx", 64) == pytest.approx(2.889, abs=1e-3)
-    assert published.speedup("mlx-fused", "torch", 1) == pytest.approx(1.537, abs=1e-3)
-    assert published.speedup("mlx-block", "torch", 1) is None
+    assert published.speedups("mlx-fused", "mlx")[64] == pytest.approx(2.889, abs=1e-3)
+    assert published.speedups("mlx-fused", "torch")[1] == pytest.approx(1.537, abs=1e-3)
+    assert published.speedups("mlx-block", "torch") == {}
     assert published.LAUNCH_MS == pytest.approx(0.0301, abs=1e-4)
 
 

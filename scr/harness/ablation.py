@@ -114,7 +114,7 @@ class Parts(MlxBackend):
         self.params = [mx.array(rows.astype(np.float32)) for rows in params]
 
     def prepare(self, batch: Any) -> None:
-        """Put the four layers' inputs, an array each, on the device: launches of `dw_bn_relu` with another text."""
+        """Put the four layers' inputs, a list, on the device: launches of `dw_bn_relu` with another text."""
         from kernels.depthwise import dw_bn_relu_call
 
         x = [self.mx.array(part) for part in batch]

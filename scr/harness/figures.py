@@ -1,7 +1,9 @@
 """The report's plots, each laid out from one group of a record."""
 
 from collections.abc import Callable
+from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -60,7 +62,7 @@ def cdf(group: Group) -> Figure:
         latency, marks = {}, {}
         for name in group.backends:
             trials, summary = group.sample(name, size), group.summary(name, size)
-            if trials is not None:
+            if trials is not None and summary is not None:
                 latency[name] = trials.latency_ms
                 marks[name] = (summary.p50, summary.p95, summary.p99)
         plots.draw_cdf(axes, latency, marks)
@@ -96,8 +98,8 @@ def bars(group: Group) -> Figure:
         legend=[*legend, PUBLISHED_SIGN] if shown else legend,
     )
     for axes, size in zip(panels, sizes, strict=True):
-        summaries = {name: group.summary(name, size) for name in group.backends}
-        summaries = {name: summary for name, summary in summaries.items() if summary is not None}
+        found = {name: group.summary(name, size) for name in group.backends}
+        summaries = {name: summary for name, summary in found.items() if summary is not None}
         plots.draw_bars(
             axes,
             {name: summary.p50 for name, summary in summaries.items()},
@@ -114,7 +116,7 @@ def speedups(group: Group) -> Figure | None:
         return None
     baselines = [name for name in (group.first_of(PEERS), *article_and_honest(group)) if name]
     baselines = list(dict.fromkeys(baselines))[:2] or group.backends[:1]
-    legend = plots.legend_lines(group.backends)
+    legend: list[Artist] = [*plots.legend_lines(group.backends)]
     if group.is_network:
         legend.append(PUBLISHED_LINE)
     legend.append(Patch(color="#999999", alpha=0.35, label="±2 %: equivalent"))
@@ -133,8 +135,7 @@ def speedups(group: Group) -> Figure | None:
             if name != baseline and points:
                 ratios[name] = points
             if name != baseline and group.is_published:
-                values = {size: published.speedup(name, baseline, size) for size in published.BATCH_SIZES}
-                values = {size: value for size, value in values.items() if value}
+                values = published.speedups(name, baseline)
                 if values and name in ratios:
                     known[name] = values
         plots.draw_ratios(axes, ratios, known)
@@ -205,7 +206,7 @@ def roofline(group: Group) -> Figure | None:
             points[name] = line
     if not points:
         return None
-    large, best = max(copies), max(copies, key=copies.get)
+    large, best = max(copies), max(copies, key=lambda nbytes: copies[nbytes])
     roofs = [large, best] if copies[best] > 1.2 * copies[large] else [large]
     sheet = group.record.environment.get("datasheet")
     legend = plots.legend_lines(points)
@@ -248,7 +249,7 @@ def waterfall(group: Group) -> Figure | None:
     for axes, size in zip(panels, sizes, strict=True):
         steps = ladder.steps(group, size)
         start = steps[0].base
-        bars_ = [
+        bars_: list[dict[str, Any]] = [
             {"name": start, "from_ms": None, "to_ms": group.p50(start, size), "low_ms": None, "high_ms": None}
         ]
         for step in steps:

@@ -19,10 +19,5 @@ def speedups(backend: str, baseline: str) -> dict[int, float]:
     return {size: P50_MS[baseline][size] / P50_MS[backend][size] for size in BATCH_SIZES}
 
 
-def speedup(backend: str, baseline: str, batch_size: int) -> float | None:
-    """Published P50 of `baseline` ÷ that of `backend`; None where either was not published."""
-    return speedups(backend, baseline).get(batch_size)
-
-
 # At batch 1 the published times are launches × this: 2.858 ms ÷ 93 and 1.917 ms ÷ 65 launches.
 LAUNCH_MS = (P50_MS["mlx"][1] / 93 + P50_MS["mlx-fused"][1] / 65) / 2

@@ -21,6 +21,7 @@ from harness.analysis import (
 )
 from harness.ceilings import device_of
 from harness.compare import contradictions
+from harness.present import present
 from harness.record import KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
@@ -133,7 +134,7 @@ def warnings(record: Record, found_groups: Sequence[Group]) -> str:
         found.append("The run was interrupted: what is missing was not measured.")
     if record.environment.get("dirty"):
         found.append("The code had uncommitted changes.")
-    names = {"drifting": [], "noisy": [], "restless": []}
+    names: dict[str, list[str]] = {"drifting": [], "noisy": [], "restless": []}
     for group in found_groups:
         for backend in group.backends:
             for size in group.batch_sizes:
@@ -189,11 +190,13 @@ def result_rows(group: Group) -> list[dict[str, Any]]:
     baselines = comparison_baselines(group)
     rows = []
     for size in group.batch_sizes:
-        for i, backend in enumerate(n for n in group.backends if group.p50(n, size) is not None):
-            summary, cell = group.summary(backend, size), group.cell(backend, size)
+        summaries = {name: group.summary(name, size) for name in group.backends}
+        known_here = {name: summary for name, summary in summaries.items() if summary is not None}
+        for backend, summary in known_here.items():
+            cell = group.cell(backend, size)
             noise = percent(summary.cv_percent)
             row = {
-                "batch": size if i == 0 else "",
+                "batch": size if backend == next(iter(known_here)) else "",
                 "backend": backend,
                 "P50 ms": milliseconds(summary.p50),
                 "P95 ms": None if summary.p95 is None else milliseconds(summary.p95),
@@ -383,7 +386,7 @@ def device_speedups(group: Group) -> str:
         return ""
     rows = []
     for size in group.batch_sizes:
-        row = {"batch": size}
+        row: dict[str, Any] = {"batch": size}
         for name in names:
             if name != baseline:
                 row[f"{name}"] = verdict_cell(group.speedup(name, baseline, size, "device"))
@@ -415,7 +418,9 @@ def metal_default(group: Group) -> str:
 
 def lazy_trap(group: Group) -> str:
     """Time until the call returns beside the true time, where the two differ."""
-    rows, worst, waiting = [], None, []
+    rows: list[dict[str, Any]] = []
+    worst = (0.0, "", 0)  # false speedup, backend, batch size
+    waiting = []
     for backend in group.backends:
         before = len(rows)
         for size in _ends(group):
@@ -426,8 +431,7 @@ def lazy_trap(group: Group) -> str:
                 {"backend": backend, "batch": size, "call returned after ms": _ms(returned)}
                 | {"result was there after ms": _ms(true), "false speedup": f"{ratio(true / returned)}×"}
             )
-            if worst is None or true / returned > worst[0]:
-                worst = (true / returned, backend, size)
+            worst = max(worst, (true / returned, backend, size))
         if len(rows) == before and any(group.p50(backend, n, "python") for n in _ends(group)):
             waiting.append(backend)
     if not rows and not waiting:
@@ -546,7 +550,7 @@ def ladder_steps(group: Group) -> str:
     if not rows:
         return ""
     changes = [f"- `{name}`: {text}" for name, text in ladder.CHANGES.items() if name in ladder.rungs(group)]
-    costly = [f"{row['step']} at batch {row['batch']}" for row in rows if "costs" in row["this step"]]
+    costly = [f"{row['step']} at batch {row['batch']}" for row in rows if row["this step"] == "**costs**"]
     text = "Each rung against the one it is built on:\n\n" + "\n".join(changes) + "\n\n"
     text += f"Steps that cost time here: {_some(costly)}" if costly else "No step costs time by its verdict"
     text += ".\n\n"
@@ -573,7 +577,7 @@ def winners(group: Group) -> str:
             {
                 "batch": size,
                 "fastest rung": f"`{best}`",
-                "P50 ms": milliseconds(group.p50(best, size)),
+                "P50 ms": milliseconds(present(group.p50(best, size))),
                 "next": f"`{second}`" if second else None,
                 "× next": verdict_cell(ahead),
                 "fastest of all": f"`{overall}`",
@@ -605,7 +609,7 @@ def headroom(group: Group) -> str:
         if not rung or not peer or not peak:
             continue
         peer_percent, rung_percent = (
-            costs.FLOPS * size / group.p50(name, size) / 1e4 / peak for name in (peer, rung)
+            costs.FLOPS * size / present(group.p50(name, size)) / 1e4 / peak for name in (peer, rung)
         )
         rows.append(
             {
@@ -691,20 +695,20 @@ def layer_shares(found: Sequence[Group]) -> str:
     first = timed[0]
     for backend in first.backends:
         for size in first.batch_sizes:
-            times = {case: group.p50(backend, size) for case, group in parts.items()}
-            times = {case: value for case, value in times.items() if value is not None}
+            medians = {case: group.p50(backend, size) for case, group in parts.items()}
+            times = {case: value for case, value in medians.items() if value is not None}
             total = sum(times.values())
             if not total:
                 continue
             for case, value in times.items():
-                share = 100 * value / total
                 mac_share = 100 * macs.get(case, 0.0)
                 rows.append(
                     {"backend": backend, "batch": size, "layers": case, "ms": _ms(value)}
-                    | {"share of time": percent(share), "share of multiply-accumulates": percent(mac_share)}
+                    | {"share of time": percent(100 * value / total)}
+                    | {"share of multiply-accumulates": percent(mac_share)}
                 )
             if "depthwise" in times:
-                largest = max(times, key=times.get)
+                largest = max(times, key=lambda case: times[case])
                 share = percent(100 * times["depthwise"] / total)
                 sentences.append(
                     f"{backend}, batch {size}: depthwise takes {share} of the time"
@@ -723,8 +727,8 @@ def ablation(found: Sequence[Group]) -> str:
     rows = []
     for backend in timed[0].backends:
         for size in timed[0].batch_sizes:
-            samples = [(group.case, group.sample(backend, size)) for group in timed]
-            samples = [(case, trials) for case, trials in samples if trials is not None]
+            all_samples = [(group.case, group.sample(backend, size)) for group in timed]
+            samples = [(case, trials) for case, trials in all_samples if trials is not None]
             for (_, before), (case, trials) in zip([*samples[:1], *samples], samples, strict=False):
                 row = {"backend": backend, "batch": size, "kernel": case, "P50 ms": _ms(trials.p50)}
                 if trials is not samples[0][1]:
@@ -783,7 +787,7 @@ def precision(found: Sequence[Group]) -> str:
                 row["float32 ms"] = None if theirs is None else _ms(theirs.p50)
                 row["× its float32"] = theirs and verdict_cell(speedup(ours, theirs, paired=False))
                 if best and backend not in OWN_KERNELS:
-                    compared = speedup(full.sample(best, size), ours, paired=False)
+                    compared = speedup(present(full.sample(best, size)), ours, paired=False)
                     row["our best rung in float32"] = f"`{best}`, × this: {verdict_cell(compared)}"
                 rows.append(row)
     return markdown_table(rows, left=["backend", "precision", "our best rung in float32"])
@@ -793,7 +797,7 @@ def apple_prediction() -> str:
     """What the cost model says about Apple's chips, beside what was published for one of them."""
     rows = []
     cells = [(rung, size) for size in PREDICTED_BATCHES for rung in PREDICTED_RUNGS]
-    row = {"chip": f"**{published.MACHINE}, published**"}
+    row: dict[str, str | None] = {"chip": f"**{published.MACHINE}, published**"}
     for rung, size in cells:
         known = published.P50_MS.get(rung, {}).get(size)
         row[f"{rung}, {size}"] = f"**{milliseconds(known)}**" if known else None
@@ -803,7 +807,8 @@ def apple_prediction() -> str:
         for rung, size in cells:
             row[f"{rung}, {size}"] = milliseconds(predict_apple(chip, rung, size))
         rows.append(row)
-    near, far = [], []
+    near: list[tuple[str, int, float]] = []
+    far: list[tuple[str, int, float]] = []
     for rung in ("mlx", "mlx-fused"):
         for size in published.BATCH_SIZES:
             off = published.P50_MS[rung][size] / predict_apple("M1", rung, size)
@@ -876,16 +881,16 @@ def base_name(backend: str) -> str:
     return backend.removesuffix("-again")
 
 
-def false_positives(record: Record) -> tuple[int, int, statistics.Comparison | None] | None:
+def false_positives(record: Record) -> tuple[int, int, statistics.Comparison] | None:
     """(false verdicts, comparisons, the most extreme comparison) of a run with NAME and NAME-again."""
-    found = [
+    compared = [
         group.speedup(name, base_name(name), size)
         for group in groups(record)
         for name in group.backends
         if base_name(name) != name
         for size in group.batch_sizes
     ]
-    found = [one for one in found if one is not None and one.low is not None]
+    found = [one for one in compared if one is not None and one.low is not None]
     if not found:
         return None
     wrong = [one for one in found if one.verdict in ("faster", "slower")]

@@ -64,6 +64,6 @@ def causal_conv1d_reference(
 ) -> mx.array:
     """What `causal_conv1d` computes, in plain MLX operations; same arguments (`target` has no effect)."""
     taps, c = params.shape[0] - 1, x.shape[2]
-    padded = mx.pad(x.astype(mx.float32), ((0, 0), (taps - 1, 0), (0, 0)))
+    padded = mx.pad(x.astype(mx.float32), [(0, 0), (taps - 1, 0), (0, 0)])
     y = mx.conv1d(padded, params[:-1].T[:, :, None], groups=c) + params[-1]  # weight (C, K, 1)
     return (y + x if residual else y).astype(x.dtype)

@@ -13,15 +13,19 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import numpy as np
 
+from harness.present import present
+
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
     from kernels.launcher import Kernel, Template
 
 FOLDER = Path(__file__).parent
@@ -35,7 +39,7 @@ POINTER_TYPES = {
     "int32": "int",
     "uint32": "uint",
 }
-NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16}
+NUMPY_TYPES: dict[mx.Dtype, type[np.generic]] = {mx.float32: np.float32, mx.float16: np.float16}
 Array = mx.array | np.ndarray
 
 
@@ -58,6 +62,11 @@ def compiler() -> str | None:
         if path:
             return path
     return None
+
+
+def _compiler() -> str:
+    """The compiler where there is one, as `unavailable` has been asked."""
+    return present(compiler())
 
 
 def unavailable() -> str | None:
@@ -91,7 +100,7 @@ def flags() -> tuple[str, ...]:
 @functools.cache
 def vector_width() -> int:
     """Floats in a `vf` of prelude_host.h: what the compiler, asked for this processor, defines decides."""
-    command = [compiler(), *flags(), "-dM", "-E", "-x", "c++", os.devnull]
+    command = [_compiler(), *flags(), "-dM", "-E", "-x", "c++", os.devnull]
     macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return 16 if "__AVX512F__" in macros else 8
 
@@ -99,7 +108,7 @@ def vector_width() -> int:
 @functools.cache
 def identity() -> str:
     """What a compiled library depends on besides its text: compiler, flags, processor."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     cpu = platform.processor() + platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -121,11 +130,11 @@ def build(text: str, name: str) -> Path:
         unit = Path(folder) / f"{name}.cpp"
         unit.write_text(text)
         run = subprocess.run(
-            [compiler(), *flags(), "-o", built, unit], capture_output=True, text=True, check=False
+            [_compiler(), *flags(), "-o", built, unit], capture_output=True, text=True, check=False
         )
         if run.returncode != 0:
             errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
-            raise RuntimeError(f"{Path(compiler()).name} does not compile the kernel {name}: {errors[0]}")
+            raise RuntimeError(f"{Path(_compiler()).name} does not compile the kernel {name}: {errors[0]}")
         os.replace(built, library)
     return library
 
@@ -158,7 +167,7 @@ def function(
 def _function(kernel: "Kernel", source: tuple[str, str], types: tuple[str, ...], template: "Template") -> int:
     text = translation_unit(kernel, source, types, template)
     library = ctypes.CDLL(str(build(text, kernel.name)))
-    return ctypes.cast(library.run_group, ctypes.c_void_p).value
+    return present(ctypes.cast(library.run_group, ctypes.c_void_p).value)
 
 
 def translation_unit(
@@ -214,8 +223,9 @@ def memory(array: Array) -> np.ndarray:
 
     An array that is not row-contiguous is copied, as MLX does for its own custom kernels.
     """
-    bits = isinstance(array, mx.array) and array.dtype == mx.bfloat16
-    return np.ascontiguousarray(array.view(mx.uint16) if bits else array)
+    if isinstance(array, mx.array) and array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.ascontiguousarray(array)
 
 
 def address(array: mx.array) -> tuple[int, object]:
@@ -224,19 +234,20 @@ def address(array: mx.array) -> tuple[int, object]:
     As `memory(array).ctypes.data`, without NumPy's objects where none is needed.
     """
     try:
-        start = ctypes.c_char.from_buffer(array)
+        start = ctypes.c_char.from_buffer(cast("Buffer", array))  # MLX's hints do not tell that it is one
     except (TypeError, ValueError, BufferError):  # not contiguous, or not a type that Python knows
         view = memory(array)
         return view.ctypes.data, view
     return ctypes.addressof(start), start
 
 
-def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: Sequence[int], dtype: np.dtype | type[np.generic]) -> np.ndarray:
     """Zeros that begin with a cache line, so that no vector lies across two. MLX's arrays do not."""
-    size = prod(shape) * np.dtype(dtype).itemsize
+    kind = np.dtype(dtype)
+    size = prod(shape) * kind.itemsize
     room = np.zeros(size + CACHE_LINE, np.uint8)
     start = -room.ctypes.data % CACHE_LINE
-    return room[start : start + size].view(dtype).reshape(shape)
+    return room[start : start + size].view(kind).reshape(shape)
 
 
 def empty(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -249,7 +260,7 @@ def empty(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 
 
 @functools.cache
-def _pool():
+def _pool() -> Callable[..., None]:
     """The thread pool's `run_chain`."""
     run_chain = ctypes.CDLL(str(build((FOLDER / "host_pool.cpp").read_text(), "host_pool"))).run_chain
     run_chain.argtypes, run_chain.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int), None

@@ -13,9 +13,10 @@ behind a prelude. `launch` runs one kernel, `chain` several that feed each other
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -149,21 +150,28 @@ def gpu_arguments(call: Call, target: str, results: Sequence[Sequence[mx.array]]
     }
 
 
-def gpu_kernel(call: Call, target: str):
+def gpu_kernel(call: Call, target: str) -> Callable[..., list[mx.array]]:
     """MLX's kernel object for `call` on "metal" or "cuda"."""
     dynamic = call.threadgroup_bytes if call.threadgroup_bytes > STATIC_SHARED_BYTES else 0
     return _gpu_kernel(call.kernel, target, dynamic)
 
 
 @functools.cache
-def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int):
+def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int) -> Callable[..., list[mx.array]]:
     """Build MLX's kernel object. The name carries a hash of the text, since CUDA's cache keeps names only."""
     header, body = source(kernel, target, dynamic_bytes > 0)
     name = f"{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:10]}"
-    common = {"name": name, "input_names": list(kernel.inputs), "output_names": list(kernel.outputs)}
-    if target == "metal":
-        return mx.fast.metal_kernel(source=body, header=header, **common)
-    return mx.fast.cuda_kernel(source=body, header=header, shared_memory=dynamic_bytes, **common)
+    common: dict[str, Any] = {
+        "name": name,
+        "input_names": list(kernel.inputs),
+        "output_names": list(kernel.outputs),
+    }
+    made = (
+        mx.fast.metal_kernel(source=body, header=header, **common)
+        if target == "metal"
+        else mx.fast.cuda_kernel(source=body, header=header, shared_memory=dynamic_bytes, **common)
+    )
+    return cast(Callable[..., list[mx.array]], made)  # MLX's hint is object
 
 
 @functools.cache

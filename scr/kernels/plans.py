@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +31,7 @@ PREVIOUS = Output(-2)  # the plan's last result, so that its runs follow each ot
 HOST_CHUNK = 16  # images whose activations, between two launches, stay in a CPU's last-level cache
 
 Chain = Callable[[int], Sequence[Call]]
-Place = tuple[ctypes.Array, int, int]  # a launch's pointers, which of them, and the first image it sees
+Place = tuple[Any, int, int]  # a launch's pointers, which of them, and the first image it sees
 
 
 def make_plan(

@@ -118,8 +118,19 @@ class NetworkTiling:
         wide = (self.run1, self.pixels1, self.vectors1), self.kparts1
         deep = (self.run2, self.pixels2, self.vectors2), self.kparts2
         for shape, (tile, kparts) in zip(shapes, (first, wide, deep, deep), strict=True):
-            shared = self.steps, self.ahead, self.threads, self.padding
-            misfit = Tiling(shape.out_height, 1, *tile, *shared, kparts=kparts).misfit(shape, vector)
+            run, pixels, vectors = tile
+            misfit = Tiling(
+                rows=shape.out_height,
+                splits=1,
+                run=run,
+                pixels=pixels,
+                vectors=vectors,
+                steps=self.steps,
+                ahead=self.ahead,
+                threads=self.threads,
+                padding=self.padding,
+                kparts=kparts,
+            ).misfit(shape, vector)
             if misfit:
                 return misfit
         return None
