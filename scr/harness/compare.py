@@ -1,5 +1,6 @@
 """Compare runs: ratio, interval and verdict per cell, and where the verdicts of two runs disagree."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from harness.cli import Fault
 from harness.paths import shown
 from harness.present import present
 from harness.record import Record, load
-from harness.statistics import Comparison, contradict, cv_percent, speedup
+from harness.statistics import Comparison, Sample, contradict, cv_percent, speedup
 from harness.tables import count, markdown_table, milliseconds, ratio, verdict_cell
 
 
@@ -57,20 +58,24 @@ def paired_groups(first: Record, second: Record) -> list[tuple[Group, Group | No
     return [(group, others.get((group.study, group.case, group.dtype))) for group in groups(first)]
 
 
-def changes(before: Record, after: Record) -> list[Change]:
-    """Every cell that both runs measured. Rounds of two runs do not pair."""
-    found = []
-    for group, other in paired_groups(before, after):
+def paired_cells(first: Record, second: Record) -> Iterator[tuple[Group, str, int, Sample, Sample]]:
+    """Every cell that both runs measured: group, backend, batch size and the trials of either run."""
+    for group, other in paired_groups(first, second):
         if other is None:
             continue
         for size in group.batch_sizes:
             for backend in group.backends:
-                old, new = group.sample(backend, size), other.sample(backend, size)
-                if old is None or new is None:
-                    continue
-                compared = speedup(new, old, paired=False)
-                key = (group.study, group.case, group.dtype, backend, size)
-                found.append(Change(*key, old.p50, new.p50, compared))
+                one, two = group.sample(backend, size), other.sample(backend, size)
+                if one is not None and two is not None:
+                    yield group, backend, size, one, two
+
+
+def changes(before: Record, after: Record) -> list[Change]:
+    """Every cell that both runs measured. Rounds of two runs do not pair."""
+    found = []
+    for group, backend, size, old, new in paired_cells(before, after):
+        key = (group.study, group.case, group.dtype, backend, size)
+        found.append(Change(*key, old.p50, new.p50, speedup(new, old, paired=False)))
     return found
 
 
@@ -154,16 +159,10 @@ def pause_verdict(continuous: Record, paused: Record) -> str:
     """
     seconds = paused.settings.get("pause") or 0
     pairs = []
-    for group, other in paired_groups(continuous, paused):
-        if other is None:
-            continue
-        for size in group.batch_sizes:
-            for backend in group.backends:
-                hot, cool = group.sample(backend, size), other.sample(backend, size)
-                if hot is None or cool is None or min(len(hot.round), len(cool.round)) < 20:
-                    continue
-                before, after = (present(cv_percent(run.latency_ms)) for run in (hot, cool))
-                pairs.append((before, after, speedup(cool, hot, paired=False)))
+    for *_, hot, cool in paired_cells(continuous, paused):
+        if min(len(hot.round), len(cool.round)) >= 20:
+            before, after = (present(cv_percent(run.latency_ms)) for run in (hot, cool))
+            pairs.append((before, after, speedup(cool, hot, paired=False)))
     if not pairs:
         return "A run with pauses exists, but shares no cell of 20 trials with this one."
     ratios = np.array([cool / hot for hot, cool, _ in pairs if hot])
