@@ -11,6 +11,12 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -44,6 +50,56 @@ bool spin_until(Condition holds) {
   return false;
 }
 
+// Gives each thread of the pool a core of its own, and none the caller's. Linux, where it thinks the cores busy
+// (spinning counts), wakes a thread on the core of who wakes it, and there it waits until the chain is over.
+class Cores {
+ public:
+  void add(std::thread& thread) {
+#ifdef __linux__
+    threads_.push_back(thread.native_handle());
+    pin(threads_.size());
+#endif
+  }
+
+  // Where the caller has come to the core of a thread, they change places.
+  void make_room() {
+#ifdef __linux__
+    if (cores_.empty()) return;
+    const int here = sched_getcpu();
+    if (cores_[0] == here) return;
+    const auto at = std::find(cores_.begin(), cores_.end(), here);
+    if (at == cores_.end()) return;
+    std::swap(cores_[0], *at);
+    const size_t moved = at - cores_.begin();
+    for (size_t t = 1; t <= threads_.size(); ++t)
+      if (t % cores_.size() == 0 || t % cores_.size() == moved) pin(t);
+#endif
+  }
+
+ private:
+#ifdef __linux__
+  static std::vector<int> allowed() {
+    std::vector<int> found;
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+      for (int core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &set)) found.push_back(core);
+    return found;
+  }
+
+  void pin(size_t thread) {
+    if (cores_.empty()) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cores_[thread % cores_.size()], &set);
+    pthread_setaffinity_np(threads_[thread - 1], sizeof set, &set);  // a core that is gone: anywhere
+  }
+
+  std::vector<int> cores_ = allowed();  // the caller's, then those of the threads 1, 2, …, and again from the first
+  std::vector<pthread_t> threads_;
+#endif
+};
+
 class Pool {
  public:
   // Runs `count` steps in order on `threads` threads, the caller being one of them.
@@ -51,9 +107,14 @@ class Pool {
     std::lock_guard<std::mutex> one_chain_at_a_time(chains_);
     if (threads > room_) {
       shares_ = std::make_unique<Share[]>(threads);
-      for (int t = std::max(1, room_); t < threads; ++t) std::thread([this, t] { wait_and_work(t); }).detach();
+      for (int t = std::max(1, room_); t < threads; ++t) {
+        std::thread thread([this, t] { wait_and_work(t); });
+        cores_.add(thread);
+        thread.detach();
+      }
       room_ = threads;
     }
+    if (threads > 1) cores_.make_room();
     steps_ = steps, count_ = count, threads_ = threads;
     begin_step(0);
     chain_ += 1;  // odd: there is work
@@ -118,6 +179,7 @@ class Pool {
   }
 
   std::mutex chains_;
+  Cores cores_;
   std::unique_ptr<Share[]> shares_;
   const Step* steps_ = nullptr;
   int count_ = 0, threads_ = 1, room_ = 0;  // room_: shares, and threads with the caller
