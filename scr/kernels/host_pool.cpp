@@ -161,11 +161,11 @@ class Pool {
     const uint64_t gx = step.groups[0], gy = step.groups[1], threads = threads_;
     const uint64_t first = (total * share + threads - 1) / threads;
     const uint64_t size = (total * (share + 1) + threads - 1) / threads - first;
-    const uint64_t chunk = std::max<uint64_t>(1, size / 16);
     std::atomic<uint64_t>& next = shares_[share].next;
     for (uint64_t mark = next.load(std::memory_order_acquire);;) {
-      const uint64_t begin = uint32_t(mark), end = std::min(begin + chunk, size);
+      const uint64_t begin = uint32_t(mark);
       if (mark >> 32 != uint64_t(i) || begin >= size) return;
+      const uint64_t end = begin + std::max<uint64_t>(1, (size - begin) / 8);  // ever less, so that all end together
       if (!next.compare_exchange_weak(mark, mark - begin + end, std::memory_order_acquire)) continue;
       for (uint64_t g = first + begin; g < first + end; ++g)
         step.run(step.buffers, step.shapes, uint32_t(g % gx), uint32_t(g / gx % gy), uint32_t(g / (gx * gy)));
