@@ -117,6 +117,24 @@ def test_a_round_is_not_interrupted_by_another():
     assert all(keys[i] == keys[i + 1] for i in range(0, len(keys), 2))
 
 
+def test_cases_may_share_their_rounds():
+    fields = {"shares_rounds": "parts", "rounds_times": 2}
+    parts = [case(candidate("a"), name=name, **fields) for name in ("one", "two")]
+    record = run(*parts, case(candidate("a"), name="three"))
+    rows = record.rows[record.rows.kind == "latency"]
+    bursts = rows.drop_duplicates(["case", "batch_size", "round"]).sort_values("sequence", ignore_index=True)
+    both = bursts[bursts.case != "three"].groupby(["batch_size", "round"])
+    assert both.ngroups == 2 * 20 and all(sorted(one.case) == ["one", "two"] for _, one in both)
+    assert all(one.index[1] == one.index[0] + 1 for _, one in both), "something came between"
+    assert {tuple(one.case) for _, one in both} == {("one", "two"), ("two", "one")}
+    assert {cell["case"] for cell in record.cells if cell.get("shares_rounds")} == {"one", "two"}
+    assert {(cell["case"], cell["rounds"], cell["trials"]) for cell in record.cells} == {
+        ("one", 20, 40),
+        ("two", 20, 40),
+        ("three", 10, 40),
+    }
+
+
 def test_the_seed_decides_the_order():
     def order(seed):
         return [(c.candidate.name, c.batch_size, n) for c, n, _, _ in study_of(seed, *pair).schedule()]

@@ -359,6 +359,26 @@ def test_layer_times_and_ablation_are_used_when_present():
     assert re.search(rf"\+ ReLU \| \d+ \| {slower} \| {slower} \|", body)
 
 
+def test_parts_that_share_rounds_are_compared_round_by_round():
+    pieces = [
+        make_record(backends=("mlx",), batch_sizes=(16,), study="ablation", case=case, scale={"mlx": factor})
+        for case, factor in (("depthwise alone", 1.0), ("+ ReLU", 1.1))
+    ]
+    for piece in pieces:  # a course that both have in common, of ±30 %
+        piece.rows["latency_ms"] *= np.exp(0.3 * np.sin(piece.rows["round"]))
+    record = joined(*pieces)
+
+    def width():
+        row = next(line for line in sections.ablation(groups(record)).splitlines() if "+ ReLU |" in line)
+        low, high = map(float, re.search(r"\[(0\.\d+), (\d\.\d+)\]", row).groups())
+        return high / low
+
+    apart = width()
+    for cell in record.cells:
+        cell["shares_rounds"] = "parts"
+    assert width() < 1.15 < 1.3 < apart
+
+
 def test_other_cases_and_half_precision_have_sections():
     main = make_record(backends=("torch", "mlx-block"), batch_sizes=(1, 16))
     half = make_record(

@@ -24,6 +24,7 @@ CASES = {  # case: (how BatchNorm is done, whether ReLU follows)
     "+ ReLU": ("folded", True),
 }
 BUDGET_SHARE = 0.3
+ROUNDS_TIMES = 3  # parts differ by a few percent, and a CPU's speed changes within longer rounds
 DEPTHWISE = tuple(layer for layer in LAYERS if layer.kind == "depthwise")
 EPSILON = 1e-5
 
@@ -58,6 +59,8 @@ def cases(backends: tuple[str, ...], options: Options, batch_sizes: tuple[int, .
             candidates=(Candidate("mlx-fused", "mlx", where + "Parts", kernel, "mlx.core", NO_TF32),),
             reference=Candidate("reference", "reference", where + "Reference", arguments, "torch"),
             budget_share=BUDGET_SHARE,
+            rounds_times=ROUNDS_TIMES,
+            shares_rounds="parts",
         )
 
     return [case(name) for name in CASES]

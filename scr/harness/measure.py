@@ -98,6 +98,8 @@ class Case:
     dtype: str = "float32"  # of storage, as reported
     tolerance: str = ""  # the row of tolerances.TOLERANCES; `dtype` where empty
     budget_share: float = 1.0  # of the budget per cell, for cases that matter less
+    rounds_times: int = 1  # the settings' rounds, each as much shorter: for small differences
+    shares_rounds: str = ""  # cases of a study with the same word share their rounds: their ratios are paired
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,12 @@ class Cell:
         return f"{self.case.study}/{self.case.name}/{self.case.dtype}/{self.batch_size}"
 
     @property
+    def round_key(self) -> str:
+        """The cells that share their rounds."""
+        together = self.case.shares_rounds or self.case.name
+        return f"{self.case.study}/{together}/{self.case.dtype}/{self.batch_size}"
+
+    @property
     def label(self) -> dict[str, Any]:
         """What identifies the cell in a record."""
         return {
@@ -239,6 +247,7 @@ class Cell:
             | {"state": state, "reason": self.reason, "trials": len(rows), "drift_percent": percent}
             | {"rounds": len({row["round"] for row in rows})}
             | {"left_out": self.plan.left_out if self.plan else {}}
+            | ({"shares_rounds": self.case.shares_rounds} if self.case.shares_rounds else {})
             | self.facts
         )
 
@@ -386,7 +395,11 @@ class Study:
                 return
         built = opened[cell.key]
         cell.target = built["target"]
-        settings = replace(self.settings, budget=self.settings.budget * cell.case.budget_share)
+        settings = replace(
+            self.settings,
+            budget=self.settings.budget * cell.case.budget_share,
+            rounds=self.settings.rounds * cell.case.rounds_times,
+        )
         if (cell.candidate.worker, cell.batch_key) not in self.sent:
             worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
             self.sent.add((cell.candidate.worker, cell.batch_key))
@@ -419,7 +432,7 @@ class Study:
         groups: dict[str, list[tuple[Cell, Plan]]] = {}
         for cell in self.cells:
             if not cell.state:
-                groups.setdefault(cell.batch_key, []).append((cell, present(cell.plan)))
+                groups.setdefault(cell.round_key, []).append((cell, present(cell.plan)))
         rounds = []
         for cells in groups.values():
             count = max(plan.rounds for _, plan in cells)

@@ -724,6 +724,7 @@ def ablation(found: Sequence[Group]) -> str:
     timed = [group for group in found if group.study == "ablation"]
     if len(timed) < 2:
         return ""
+    paired = all(cell.get("shares_rounds") for group in timed for cell in group.cells.values())
     rows = []
     for backend in timed[0].backends:
         for size in timed[0].batch_sizes:
@@ -732,8 +733,8 @@ def ablation(found: Sequence[Group]) -> str:
             for (_, before), (case, trials) in zip([*samples[:1], *samples], samples, strict=False):
                 row = {"backend": backend, "batch": size, "kernel": case, "P50 ms": _ms(trials.p50)}
                 if trials is not samples[0][1]:
-                    row["× first row"] = verdict_cell(speedup(trials, samples[0][1], paired=False))
-                    row["× row above"] = verdict_cell(speedup(trials, before, paired=False))
+                    row["× first row"] = verdict_cell(speedup(trials, samples[0][1], paired=paired))
+                    row["× row above"] = verdict_cell(speedup(trials, before, paired=paired))
                 rows.append(row)
     return (
         "What the additions to the depthwise kernel cost, against the first row and against the row above: "
