@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 import training
+from harness import machine
 from harness.cli import Fault
 from mnist_data import Digits, normalise
 from torch_model import fold_batchnorm, load_model
@@ -65,7 +66,7 @@ def mlx_entries(
             level = "network"  # MLX's own convolutions take 40 times as long on a CPU
         model = mlx_model.get_model(level, checkpoint, getattr(mx, dtype))
         logits = in_batches(batches, partial(mlx_logits, model))
-        device = "CPU" if on_cpu else str(mx.device_info()["device_name"])
+        device = machine.chip_name() if on_cpu else str(mx.device_info()["device_name"])
         entries.append(compare(f"MLX, level {level}", device, dtype, logits, wanted, labels))
     return entries
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from harness import machine
 from harness.cli import Fault
 from harness.paths import replace_atomic, shown
 from mnist_data import CLASSES, MEAN, SIDE, STD, Digits, validation_split
@@ -126,7 +127,7 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return "Apple GPU (MPS)"
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"{machine.chip_name()}, {torch.get_num_threads()} threads"
 
 
 def synchronize(device: torch.device) -> None:

@@ -48,7 +48,7 @@ def describe(arguments: list[str] | None = None, threads: int = 0) -> dict[str, 
 
     `arguments` is the command line (sys.argv); paths in it are stored as `shown` prints them.
     """
-    chip = _chip()
+    chip = chip_name()
     power = _power()
     load = [round(value, 2) for value in os.getloadavg()]
     facts = {
@@ -128,7 +128,7 @@ def command_line(arguments: list[str]) -> str:
     return " ".join(["python", *words])
 
 
-def _chip() -> str:
+def chip_name() -> str:
     """The processor's name."""
     if platform.system() == "Darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
