@@ -210,12 +210,12 @@ def step(
     function: int, inputs: Sequence[Array], outputs: Sequence[Array], groups: tuple[int, int, int]
 ) -> tuple[Step, tuple]:
     """A launch of a compiled function on evaluated arrays, and what must stay alive while it runs."""
-    views = [memory(array) for array in (*inputs, *outputs)]
-    shapes = [np.array(array.shape, dtype=np.int32) for array in inputs]
-    buffers = (ctypes.c_void_p * len(views))(*(view.ctypes.data for view in views))
-    shape_table = (ctypes.c_void_p * max(1, len(shapes)))(*(shape.ctypes.data for shape in shapes))
+    places = [address(array) for array in (*inputs, *outputs)]
+    shapes = [(ctypes.c_int32 * array.ndim)(*array.shape) for array in inputs]
+    buffers = (ctypes.c_void_p * len(places))(*(start for start, _ in places))
+    shape_table = (ctypes.c_void_p * max(1, len(shapes)))(*map(ctypes.addressof, shapes))
     record = Step(function, ctypes.addressof(buffers), ctypes.addressof(shape_table), groups)
-    return record, (views, shapes, buffers, shape_table)
+    return record, (places, shapes, buffers, shape_table)
 
 
 def memory(array: Array) -> np.ndarray:
@@ -228,7 +228,7 @@ def memory(array: Array) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def address(array: mx.array) -> tuple[int, object]:
+def address(array: Array) -> tuple[int, object]:
     """Where an evaluated array's memory, row-contiguous, begins, and what must stay alive meanwhile.
 
     As `memory(array).ctypes.data`, without NumPy's objects where none is needed.
