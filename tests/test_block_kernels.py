@@ -192,6 +192,19 @@ def test_default_tilings_for_gpus_fit_the_shape_and_32_kilobytes(shape, batch):
             assert tiling.scratch_bytes(shape) <= tilings.SCRATCH_BYTES
 
 
+@needs_host
+@pytest.mark.parametrize("threads", [1, 2, 4, 7, 8, 16])
+@pytest.mark.parametrize("shape", [BlockShape(14, 14, 96, 192, 2), BlockShape(7, 7, 192, 192)])
+def test_the_cores_share_a_single_image_by_rows_then_by_channels(shape, threads, monkeypatch):
+    monkeypatch.setattr(tilings.host, "default_threads", lambda: threads)
+    tiling = tilings.default_tiling(shape, 1, "host")
+    assert tiling.misfit(shape, tilings.vector_width("host")) is None
+    assert tiling.rows == -(-7 // threads)
+    assert (tiling.splits > 1) == (threads > 2 * 7)
+    monkeypatch.setattr(tilings.host, "default_threads", lambda: 1)
+    assert tilings.default_tiling(shape, threads, "host").rows == 7  # an image each
+
+
 def test_a_tiling_that_does_not_fit_is_refused_with_the_reason():
     shape = BlockShape(6, 6, 32, 32, 1)
     split = Tiling(1, 4, 1, 1, 1, 1, False, 32, 4)
