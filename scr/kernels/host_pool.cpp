@@ -1,9 +1,9 @@
 // Threads that run the groups of a chain of kernel launches; without work they spin a moment, then sleep.
 //
-// A step is one launch. Each thread has a share of its groups, the same of every step, so that it finds in its
-// cache what it wrote in the step before; done with its own, it takes what others have left. A step is over
-// when all its groups have run; only then does the next begin. Progress is counted in groups, not in threads,
-// so a thread that wakes late delays nobody: it joins whichever step is current.
+// A step is one launch. Each thread has a share of its groups, the same of every step, so that it finds in
+// its cache what it wrote in the step before; done with its own, it takes what others have left. A step is
+// over when all its groups have run; only then does the next begin. Progress is counted in groups, not in
+// threads, so a thread that wakes late delays nobody: it joins whichever step is current.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -31,7 +31,7 @@ struct Step {
 
 // A thread's share of the current step.
 struct alignas(64) Share {
-  std::atomic<uint64_t> next{0};  // the step's number in the upper half, groups taken from the share in the lower
+  std::atomic<uint64_t> next{0};  // upper half: the step's number; lower: groups taken from the share
 };
 
 template <typename Condition>
@@ -50,8 +50,8 @@ bool spin_until(Condition holds) {
   return false;
 }
 
-// Gives each thread of the pool a core of its own, and none the caller's. Linux, where it thinks the cores busy
-// (spinning counts), wakes a thread on the core of who wakes it, and there it waits until the chain is over.
+// Gives each thread of the pool a core of its own, and none the caller's. Linux, where it thinks the cores
+// busy (spinning counts), wakes a thread on the caller's core, and there it waits until the chain is over.
 class Cores {
  public:
   void add(std::thread& thread) {
@@ -95,7 +95,7 @@ class Cores {
     pthread_setaffinity_np(threads_[thread - 1], sizeof set, &set);  // a core that is gone: anywhere
   }
 
-  std::vector<int> cores_ = allowed();  // the caller's, then those of the threads 1, 2, …, and again from the first
+  std::vector<int> cores_ = allowed();  // the caller's, those of the threads 1, 2, …, then from the first again
   std::vector<pthread_t> threads_;
 #endif
 };
@@ -141,7 +141,8 @@ class Pool {
 
   void begin_step(int number) {
     done_.store(0, std::memory_order_relaxed);
-    for (int t = 0; t < threads_; ++t) shares_[t].next.store(uint64_t(number) << 32, std::memory_order_relaxed);
+    for (int t = 0; t < threads_; ++t)
+      shares_[t].next.store(uint64_t(number) << 32, std::memory_order_relaxed);
     current_.store(number, std::memory_order_release);
   }
 
@@ -165,7 +166,7 @@ class Pool {
     for (uint64_t mark = next.load(std::memory_order_acquire);;) {
       const uint64_t begin = uint32_t(mark);
       if (mark >> 32 != uint64_t(i) || begin >= size) return;
-      const uint64_t end = begin + std::max<uint64_t>(1, (size - begin) / 8);  // ever less, so that all end together
+      const uint64_t end = begin + std::max<uint64_t>(1, (size - begin) / 8);  // less and less: all end together
       if (!next.compare_exchange_weak(mark, mark - begin + end, std::memory_order_acquire)) continue;
       for (uint64_t g = first + begin; g < first + end; ++g)
         step.run(step.buffers, step.shapes, uint32_t(g % gx), uint32_t(g / gx % gy), uint32_t(g / (gx * gy)));
