@@ -76,8 +76,8 @@ class Settings(MeasureSettings):
     energy: float = field(
         default=1.0, metadata={"help": "seconds per cell to count joules on NVIDIA GPUs; 0: do not"}
     )
-    shapes: str | None = field(
-        default=None,
+    shapes: tuple[str, ...] = field(
+        default=(),
         metadata={"help": "also time one layer at other people's shapes", "choices": shapes.SETS},
     )
     layers: bool = field(
@@ -191,9 +191,9 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
         peers = candidates(settings, replace(options, dtype="float32", tf32=True))
         case = replace(network, name="network, TF32", dtype="float32", tolerance="tf32", candidates=peers)
         found.append(case)
-    if settings.shapes:
-        sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
-        found += shapes.cases(settings.shapes, settings.backends, options, sizes)
+    sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
+    for name in settings.shapes:
+        found += shapes.cases(name, settings.backends, options, sizes)
     if settings.layers and settings.dtype[0] == "float32":
         size = min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size))
         found += layers.cases(settings.backends, options, first, (size,))
