@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from harness.cli import Fault
 from harness.measure import Candidate, Case, Cell
-from harness.record import load
+from harness.record import load, rows_from
 from harness.worker import WorkerError
-from mlp import backends, claims, report
+from mlp import backends, claims, report, timeline, traces
 from mlp.view import View
 
 SCR = Path(__file__).parents[1] / "scr"
@@ -53,13 +54,12 @@ def test_it_writes_record_traces_plots_and_report(ran):
         assert (output / "traces" / cell["trace"]).is_file()
         assert cell["prediction"]["launches"] == sum(cell["prediction"]["kernels"].values())
     assert all(check["passed"] for check in record.checks) and record.checks
-    assert {path.name for path in (output / "plots").glob("*.png")} == {
-        f"timeline_{number}.png" for number in (1, 2, 6)
-    }
+    pictures = {f"timeline_{number}.png" for number in ("1a", "1b", 2, 6)}
+    assert {path.name for path in (output / "plots").glob("*.png")} == pictures
     text = (ran / "conclusions" / "mlp_fusion.md").read_text()
     for expected in ("CUDA graphs need an NVIDIA GPU", "**refuted**", "three layers with ReLU"):
         assert expected in text
-    for link in (f"../output/mlp_fusion/plots/timeline_{number}.png" for number in (1, 2, 6)):
+    for link in (f"../output/mlp_fusion/plots/{name}" for name in pictures):
         assert link in text and (ran / "conclusions" / link).resolve().is_file()
     assert str(ran) not in text
 
@@ -76,7 +76,7 @@ def test_the_report_comes_again_from_the_stored_files(ran):
     markdown = ran / "conclusions" / "mlp_fusion.md"
     before = markdown.read_bytes()
     markdown.unlink()
-    picture = ran / "output" / "mlp_fusion" / "plots" / "timeline_1.png"
+    picture = ran / "output" / "mlp_fusion" / "plots" / "timeline_1b.png"
     drawn = picture.read_bytes()
     done = command(ran, "--rebuild")
     assert done.returncode == 0, done.stderr
@@ -124,6 +124,74 @@ def test_without_device_activity_no_claim_about_kernels_is_decided(ran):
     kernels = [claim for claim in claims.all_claims(View(record)) if "no Metal kernels" in claim.observed]
     assert len(kernels) == sum(test.on_kernels for test in claims.CLAIMS) == 7
     assert {claim.verdict for claim in kernels} == {claims.MISSING}
+
+
+def gpu_record(ran, *, times):
+    """A record of a GPU with wall and device times (ms) by (case, way, clock), three rounds of each."""
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record.environment["device"] = "cuda"
+    label = {"study": "mlp_fusion", "target": "cuda", "batch_size": 8, "dtype": "float16"}
+    rows, cells = [], {}
+    for (case, way, kind), value in times.items():
+        place = label | {"case": case, "backend": way}
+        cells[case, way] = place | {"observed": {}, "state": "steady", "reason": ""}
+        for trial in range(6):
+            noise = 1 + 0.0001 * (trial % 2)
+            rows.append(
+                place
+                | {"kind": kind, "round": trial, "trial": trial, "sequence": len(rows), "start_s": 0.0}
+                | {"latency_ms": value * noise}
+            )
+    record.rows, record.cells = rows_from(rows), list(cells.values())
+    return record
+
+
+def test_a_width_without_device_times_is_judged_by_the_wall_and_not_left_out(ran):
+    times = {}
+    for width, device, wall in ((64, 0.3, 0.9), (4096, None, 20.0)):
+        name = f"two layers {width}"
+        times |= {(name, "torch-compile", "latency"): 1.0, (name, "triton", "latency"): wall}
+        times |= {(name, "torch-compile", "device"): 0.9}
+        times |= {(name, "triton", "device"): device} if device else {}
+    claim = claims.two_layer_kernel(View(gpu_record(ran, times=times)))
+    assert "of 2: 1 above and 1 below" in claim.observed
+    assert "width 64: 3.00 [3.00, 3.00] ×;" in claim.observed
+    assert "width 4096: 0.05" in claim.observed and "(wall)" in claim.observed
+    assert claim.observed.endswith("by the wall 1.11 ×")  # of the one told by the device's clock
+    assert claim.verdict == "refuted"
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.001, "confirmed"), (0.3, "refuted")])
+def test_a_hand_written_kernel_that_compiles_again_for_a_shape_is_seen(ran, seconds, verdict):
+    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    counts = {"torch-compile, dynamic=False": 3, "triton": 0}
+    record.environment["findings"]["shape changes"] = [
+        {"policy": policy, "graphs": graphs, "rows": [1, 2, 3], "first_call_s": [0.001, seconds, 0.001]}
+        for policy, graphs in counts.items()
+    ]
+    assert claims.compile_costs(View(record)).verdict == verdict
+
+
+def test_no_explanation_covers_a_product_too_many():
+    expected = {"norm": 1, "pointwise": 1, "gemm": 1}
+    seen = {"device": "cpu", "graph_launches": 0, "names": {"aten::mul": 1, "aten::addmm": 1}}
+    cell = {"case": "rmsnorm+relu+linear", "backend": "torch", "training": False}
+    cell |= {"prediction": {"kernels": expected}}
+    kernels = {"pointwise": 4, "reduction": 1, "gemm": 1}
+    assert "RMSNorm" in report.explain(cell | {"observed": seen | {"kernels": kernels}})
+    assert report.explain(cell | {"observed": seen | {"kernels": kernels | {"gemm": 2}}}) is None
+
+
+def test_the_operators_of_the_backward_are_drawn_too():
+    """They run in another thread than the step."""
+    trace = traces.read(Path(__file__).parent / "data" / "mlp_gpu_training_trace.json.gz")
+    axes = Figure().subplots()
+    timeline.draw(axes, trace)
+    operators = [bar.get_paths()[0].get_extents() for bar in axes.collections]
+    starts = [box.x0 for box in operators if box.y0 > 2]
+    step = trace.steps[-1]
+    backward = [s for s in trace.lane("cpu") if s.start > step.start and "evaluate_function" in s.name]
+    assert backward and max(starts) >= max(span.start for span in backward) - step.start
 
 
 @pytest.mark.parametrize(

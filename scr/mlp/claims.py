@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.statistics import Comparison
-from harness.tables import interval, percent, ratio, significant, words
+from harness.tables import interval, percent, ratio, significant, span, words
 from mlp.traces import decode_gemm, is_gemm
 from mlp.view import View
 
 VERDICTS = ("confirmed", "refuted", "partly", "undecided", "not tested here")
 MISSING = "not tested here"
 NEEDS_NVIDIA = "needs an NVIDIA GPU"
+
+COMPILING_S = 0.05  # a first call that lasts longer compiled something; Triton takes 0.1 s and more
 
 Answer = tuple[Sequence[str], str]  # what was observed, in parts, and the verdict
 
@@ -94,10 +96,37 @@ def overall(verdicts: Iterable[str]) -> str:
     return "partly" if "confirmed" in found or "partly" in found else "refuted"
 
 
-def all_within(gains: Iterable[tuple[str, Comparison | None]], low: float, high: float) -> Answer:
-    """The answer to "every ratio lies between low and high", of those that were timed."""
-    found = [(name, gain) for name, gain in gains if gain]
-    return [f"{name}: {shown(gain)}" for name, gain in found], overall(within(g, low, high) for _, g in found)
+Pair = tuple[str, str, str, str]  # what it is called, case, way, baseline
+
+
+def all_within(view: View, pairs: Iterable[Pair], low: float, high: float) -> Answer:
+    """The answer to "every ratio lies between low and high", of those that were timed.
+
+    Says first how many lie where, then each ratio by the clock of `View.gain`, then what the wall makes of
+    those that the device's clock told.
+    """
+    parts, verdicts, walls = [], [], []
+    tally = {"inside": 0, "above": 0, "below": 0, "undecided": 0}
+    for name, case, backend, baseline in pairs:
+        found = view.gain(case, backend, baseline)
+        if found is None:
+            continue
+        gain, clock = found
+        verdict = within(gain, low, high)
+        below = gain.high is not None and gain.high < low
+        tally[{"confirmed": "inside", "refuted": "below" if below else "above"}.get(verdict, verdict)] += 1
+        wall = view.ratio(case, backend, baseline)
+        if clock == "device" and wall is not None:
+            walls.append(wall.ratio)
+        parts.append(
+            f"{name}: {shown(gain)}" + (" (wall)" if clock != "device" and view.device == "cuda" else "")
+        )
+        verdicts.append(verdict)
+    if len(parts) > 1:
+        parts.insert(0, f"of {len(parts)}: " + words([f"{n} {where}" for where, n in tally.items() if n]))
+    if walls:
+        parts.append(f"by the wall {span(min(walls), max(walls))} ×")
+    return parts, overall(verdicts)
 
 
 def kinds(kernels: dict[str, float]) -> str:
@@ -110,7 +139,11 @@ def launched(cell: dict[str, Any]) -> float:
     return sum(count for kind, count in cell["observed"]["kernels"].items() if not kind.startswith("mem"))
 
 
-@tested("matmul + add is overhead-bound at 64² and compute-bound at 4096²", "floor (measured rates) ÷ P50")
+@tested(
+    "matmul + add is overhead-bound at 64² and compute-bound at 4096² (published: 2.3 ms on the CPU for "
+    "23 µs of kernels; 4.9 ms for 4.5 ms)",
+    "floor (measured rates) ÷ P50: below 25 % counts as overhead-bound, above 50 % as compute-bound",
+)
 def bounds(view: View) -> Answer:
     """The small case far from its floor, the large one near it."""
     shares = []
@@ -160,8 +193,9 @@ def launch_share(view: View) -> Answer:
         gain = view.ratio(cell["case"], "torch-graph", "torch", cell["dtype"])
         if gain and gain.low and gain.high:
             share, low, high = (1 - 1 / value for value in (gain.ratio, gain.low, gain.high))
-            text += f"; replaying a graph removes {percent(100 * share)} [{100 * low:.0f}, {100 * high:.0f}]"
             verdicts.append(within(Comparison(share, low, high, "", 0), 0.33, 0.40))
+            text += f"; replaying a graph removes {percent(100 * share)} [{100 * low:.0f}, {100 * high:.0f}]"
+            text += f" of the wall time: {verdicts[-1]}"
         parts.append(text)
     return parts if verdicts else [*parts, "graph replay needs an NVIDIA GPU"], overall(verdicts)
 
@@ -184,20 +218,23 @@ def reduce_overhead(view: View) -> Answer:
 
 
 @tested(
-    "3 layers give 6 kernels forward and 12 with backward",
-    "kernels in the traces of a forward and of a training step",
+    "3 layers give 6 kernels forward and 12 with backward; elsewhere 40 calls per step",
+    "kernels and operators in the traces of a forward and of a training step",
     on_kernels=True,
 )
 def kernel_counts(view: View) -> Answer:
-    """The step's kernels less the forward's are the backward's."""
+    """The step's kernels less the forward's are the backward's. The claims exclude each other."""
     parts, verdicts = [], []
     for step in view.cells(backend="torch", experiment=3, training=True):
         forward = view.cell(step["case"].removesuffix(" training step"), "torch", step["dtype"])
         if forward is None:
             continue
         first, all_ = launched(forward), launched(step)
-        parts.append(f"{step['dtype']}: {first:g} forward, {all_:g} in all, so {all_ - first:g} backward")
-        verdicts.append("confirmed" if first == 6 and all_ == 12 else "refuted")
+        parts.append(
+            f"{step['dtype']}: {first:g} forward, {all_:g} in all, so {all_ - first:g} backward; "
+            f"{step['observed']['operators']:g} operators called per step"
+        )
+        verdicts.append("confirmed" if (first, all_) == (6, 12) else "partly" if first == 6 else "refuted")
     return parts, overall(verdicts)
 
 
@@ -242,8 +279,7 @@ def geglu_counts(view: View) -> Answer:
 def our_kernel(view: View) -> Answer:
     """Alone and in the MLP."""
     names = view.case_names(lambda n: n.startswith("geglu"))[:2]
-    gains = [(n, view.ratio(n, "triton", "torch-compile", kind=view.clock(n))) for n in names]
-    return all_within(gains, 0.98, float("inf"))
+    return all_within(view, [(n, n, "triton", "torch-compile") for n in names], 0.98, float("inf"))
 
 
 @tested(
@@ -264,7 +300,7 @@ def concatenation(view: View) -> Answer:
 
 @tested(
     "The legal form, projections of one input in one GEMM, gives 20–30 %",
-    "merged against separate projections",
+    "merged against separate projections, device time on a GPU (1.2 to 1.3 counts)",
 )
 def legal_gain(view: View) -> Answer:
     """Eager, compiled and with our kernel."""
@@ -276,24 +312,24 @@ def legal_gain(view: View) -> Answer:
     names = view.case_names(
         lambda n: n in ("q+k+v", "gate+up") or (n.startswith("geglu ") and "product" not in n)
     )
-    gains = [
-        (f"{name}, {merged} to {apart}", view.ratio(name, merged, apart, kind=view.clock(name)))
-        for name in names
-        for merged, apart in pairs
+    chosen = [
+        (f"{name}, {merged} to {apart}", name, merged, apart) for name in names for merged, apart in pairs
     ]
-    return all_within(gains, 1.2, 1.3)
+    return all_within(view, chosen, 1.2, 1.3)
 
 
 @tested(
     "A GEMM of equal FLOPs runs 10 % faster as the down projection than as the up projection",
-    "both alone, same rows",
+    "both alone, same rows, device time on a GPU (1.05 to 1.15 counts)",
     otherwise="not run",
 )
 def projections(view: View) -> Answer:
     """With the rate and the tile of each."""
     for name in view.case_names(lambda n: n.startswith("projections")):
-        kind = view.clock(name)
-        gain = view.ratio(name, "down", "up", kind=kind)
+        found = view.gain(name, "down", "up")
+        if found is None:
+            continue
+        gain, kind = found
         parts = [shown(gain)]
         for backend in ("up", "down"):
             cell = view.cell(name, backend)
@@ -303,8 +339,7 @@ def projections(view: View) -> Answer:
                 tile = f", tile {decoded[0].tile}" if decoded and decoded[0].tile else ""
                 rate = cell["prediction"]["flops"] / p50 / 1e9
                 parts.append(f"{backend} {significant(rate)} TFLOP/s{tile}")
-        if gain:
-            return parts, within(gain, 1.05, 1.15)
+        return parts, within(gain, 1.05, 1.15)
     return [], MISSING
 
 
@@ -333,25 +368,19 @@ def layouts(view: View) -> Answer:
 def two_layer_kernel(view: View) -> Answer:
     """At every width."""
     names = view.case_names(lambda n: n.startswith("two layers ") and n.split()[-1].isdigit())
-    gains = [
-        (f"width {n.split()[-1]}", view.ratio(n, "triton", "torch-compile", kind=view.clock(n)))
-        for n in names
-    ]
-    return all_within(gains, 1.05, 1.10)
+    pairs = [(f"width {n.split()[-1]}", n, "triton", "torch-compile") for n in names]
+    return all_within(view, pairs, 1.05, 1.10)
 
 
 @tested(
-    "Fusing norm + activation + Linear gives another 15 % (1.10 to 1.20 counts)",
-    "compiled against eager",
+    "Fusing norm + activation + Linear gives another 15 %",
+    "compiled against eager, device time on a GPU (1.10 to 1.20 counts)",
 )
 def norms(view: View) -> Answer:
     """LayerNorm and RMSNorm, with ReLU, GELU and SiLU."""
     names = view.case_names(lambda n: n.endswith("+linear"))
-    gains = [
-        (n.removesuffix("+linear"), view.ratio(n, "torch-compile", "torch", kind=view.clock(n)))
-        for n in names
-    ]
-    return all_within(gains, 1.10, 1.20)
+    pairs = [(n.removesuffix("+linear"), n, "torch-compile", "torch") for n in names]
+    return all_within(view, pairs, 1.10, 1.20)
 
 
 @tested(
@@ -372,10 +401,11 @@ def layernorm_fuses(view: View) -> Answer:
 
 @tested(
     "Compiling costs guards and recompilations; a hand-written kernel does not recompile",
-    "compile seconds, guard time, graphs compiled over changing rows",
+    "compile seconds, guard time, graphs compiled over changing rows; a hand-written kernel's longest first "
+    "call with a new shape (Triton compiles outside Dynamo's count)",
 )
 def compile_costs(view: View) -> Answer:
-    """Seconds to compile, microseconds per call, graphs per shape."""
+    """Seconds to compile, microseconds per call, graphs per shape; half the claim without our kernel."""
     compiled = [c for c in view.record.cells if c.get("compile_s")]
     guards = sorted(c["observed"]["guard_us"] for c in compiled if c["observed"]["guard_us"])
     seconds = sorted(c["compile_s"] for c in compiled)
@@ -390,11 +420,14 @@ def compile_costs(view: View) -> Answer:
     parts += [
         f"{entry['policy']}: {entry['graphs']} graphs for {len(entry['rows'])} shapes" for entry in changes
     ]
-    eager = [entry["graphs"] for entry in changes if not entry["policy"].startswith("torch-compile")]
+    longest = [(e["policy"], max(e["first_call_s"])) for e in changes if e["policy"] in ("triton", "liger")]
+    parts += [f"{policy}: no first call over {significant(1e3 * most)} ms" for policy, most in longest]
     recompiled = any(entry["graphs"] > 1 for entry in changes)
     if not guards or not changes:
         return parts, MISSING
-    return parts, "confirmed" if recompiled and not any(eager) else "refuted"
+    if not recompiled or any(most > COMPILING_S for _, most in longest):
+        return parts, "refuted"
+    return parts, "confirmed" if longest else "partly"
 
 
 @tested("Changing shapes recompile; `mark_dynamic` avoids it", "graphs compiled over the same shapes")

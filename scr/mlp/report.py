@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness import plots
 from harness.paths import write_atomic
 from harness.present import present
@@ -25,15 +27,15 @@ TITLES = {
     6: "What may be merged",
     7: "Mistakes",
 }
-# The case of each experiment whose timelines are drawn: the first whose name starts so.
-DRAWN = {
-    1: "matmul+add",
-    2: "linear",
-    3: "mlp",
-    4: "geglu ",
-    5: "two layers",
-    6: "gate+up",
-    7: "graph break",
+# The cases of each experiment whose timelines are drawn: of these places among those whose names start so.
+DRAWN: dict[int, tuple[str, tuple[int, ...]]] = {
+    1: ("matmul+add", (0, 1)),  # overhead-bound and compute-bound
+    2: ("linear", (0,)),
+    3: ("mlp", (0, 1)),  # forward and training step
+    4: ("geglu ", (0,)),
+    5: ("two layers", (0, -1)),  # narrow and wide
+    6: ("gate+up", (0,)),
+    7: ("graph break", (0,)),
 }
 
 
@@ -46,6 +48,8 @@ def build(record: Record, output: Path, markdown: Path) -> None:
         observe(cell, output / "traces")
     view = View(record)
     plots.register(dict.fromkeys(cell["backend"] for cell in record.cells))
+    for old in (output / "plots").glob("timeline_*.png"):
+        old.unlink()  # of an earlier run with other cases
     pictures = {number: draw(view, number, output) for number in TITLES if view.cases(number)}
     widths = draw_widths(view, output / "plots" / "two_layers.png")
     folder = Path(os.path.relpath(output, markdown.parent)).as_posix()
@@ -59,8 +63,8 @@ def build(record: Record, output: Path, markdown: Path) -> None:
         parts.append(f"## {number}. {TITLES[number]}\n\n" + experiment(view, number))
         if number == 5 and widths:
             parts.append(f"![Two layers over widths]({folder}/plots/two_layers.png)")
-        if pictures[number]:
-            parts.append(f"![Timelines of {pictures[number]}]({folder}/plots/timeline_{number}.png)")
+        for picture, case in pictures[number].items():
+            parts.append(f"![Timelines of {case}]({folder}/plots/{picture})")
     parts += [
         "## Predictions that did not hold\n\n" + refuted(view),
         "## Not run here\n\n" + left_out(view),
@@ -94,7 +98,13 @@ def introduction(view: View) -> str:
         f"kernels {held} held; the rest is explained below or said to be open. Ratios say how many times "
         "faster a way is than its baseline, with the 95 % interval over rounds; within ±2 % counts as "
         "equivalent. The floor is the time that the predicted operations and bytes need at the rates "
-        "measured in this run."
+        "measured in this run.\n\n"
+        "The columns: *operators* are PyTorch operators called on the CPU, *launches* kernels launched one "
+        "by one, *graph launches* replays of captured kernels, *outside kernels* the share of the profiled "
+        "steps in which no kernel ran (the profiler's own time is in it); memory sets and copies are listed, "
+        "but are no kernels. *P50* and its *variation* (coefficient of variation over all rounds) are wall "
+        "times with a synchronise per call; *device ms* is the time per call of a full queue, a dash "
+        "where calls last too long to queue them; *of the floor* is floor over device time, or over P50; *first call* is cold, compiling included."
     )
 
 
@@ -140,7 +150,10 @@ def changes(view: View) -> str:
                     "device": verdict_cell(view.ratio(case, "torch-compile", "torch", dtype, "device")),
                 }
             )
-    note = "Eager → compiled, per step. Operators are PyTorch operators called on the CPU, nested ones too."
+    note = (
+        "Eager → compiled, per step; the ratios say how many times faster compiled is. Operators are PyTorch "
+        "operators called on the CPU, nested ones too."
+    )
     table = markdown_table(rows, left=("kernels", "GEMM kernels", "other kernels", "wall", "device"))
     return "\n\n".join(part for part in (table, note, clocks(view)) if part)
 
@@ -161,12 +174,30 @@ def clocks(view: View) -> str:
         f"By the device's clock compiled code is faster in {device} of {len(both)} cases; by the wall it is "
         f"faster in {wall} and slower in {slower}"
     )
-    if slower:
-        text += (
-            ": a compiled call costs more Python (guards, wrappers) than an eager one of few operators, and "
-            "at these sizes the device waits for it"
-        )
-    return text + "."
+    return f"{text}. {issuing(view)}".strip()
+
+
+def issuing(view: View) -> str:
+    """How long a call takes to return, compiled against eager: what the wall sees and the device does not."""
+    differences, waits = [], 0
+    for case, dtype in dict.fromkeys((c["case"], c["dtype"]) for c in view.record.cells):
+        cells = view.pair(case, "torch-compile", "torch", dtype)
+        clocks = ("python", "device")
+        times = [[view.p50(cell, kind) for kind in clocks] for cell in cells] if cells else []
+        known = [[time for time in row if time is not None] for row in times]
+        if not known or min(map(len, known)) < len(clocks):
+            continue
+        (compiled, device), (eager, _) = known
+        differences.append(1e3 * (compiled - eager))
+        waits += compiled > device
+    if not differences:
+        return ""
+    return (
+        f"Why: until a call returns, compiled takes {significant(float(np.median(differences)))} µs longer "
+        f"than eager (median of {len(differences)} cases; guards and wrappers in Python). In {waits} of them "
+        "a compiled call takes longer to return than its kernels to run, so that the device waits for the "
+        "CPU; in the others the first kernel only starts later."
+    )
 
 
 def _kernels(observed: dict[str, Any]) -> str:
@@ -191,7 +222,15 @@ def _gemm_change(before: dict[str, float], after: dict[str, float]) -> str:
 
 def experiment(view: View, number: int) -> str:
     """Predictions, times and notes of one experiment."""
-    notes = {1: (cold,), 2: (names,), 4: (halves, shapes, parameters, liger), 5: (two_layers,), 6: (merges,)}
+    notes = {
+        1: (cold,),
+        2: (names,),
+        3: (graph_kinds,),
+        4: (fused_times, halves, shapes, parameters, liger),
+        5: (two_layers,),
+        6: (merges,),
+        7: (mistakes,),
+    }
     parts = [prediction_table(view, number), time_table(view, number)]
     parts += [note(view) for note in notes.get(number, ())]
     return "\n\n".join(part for part in parts if part)
@@ -304,6 +343,58 @@ def shapes(view: View) -> str:
     return markdown_table(rows, left=("first call per shape, s", "why not"))
 
 
+def graph_kinds(view: View) -> str:
+    """What is left of the calls under reduce-overhead, beside a graph that is only replayed."""
+    lines = []
+    for cell in view.cells(experiment=3, backend="torch-compile-overhead"):
+        other = view.cell(cell["case"], "torch-graph", cell["dtype"])
+        times = [view.p50(c, "python") for c in (cell, other) if c]
+        known = [1e3 * time for time in times if time]
+        if "observed" in cell and len(known) == 2:
+            lines.append(
+                f"{cell['dtype']}: {significant(known[0])} µs until a call under reduce-overhead returns "
+                f"({significant(cell['observed']['guard_us'])} µs of it guard look-up in the trace), "
+                f"{significant(known[1])} µs for a captured graph"
+            )
+    return (
+        f"One graph launch is not one cost: {'; '.join(lines)}. The difference is Python around the replay "
+        "and a copy of the input."
+        if lines
+        else ""
+    )
+
+
+PUBLISHED_US = {"torch-compile": 89.4, "liger": 92.8}  # the fused kernel on an A100 80 GB
+
+
+def fused_times(view: View) -> str:
+    """The fused point-wise kernel of each way in the MLP's traces and alone, beside the published times."""
+    name = view.case_names(lambda n: n.startswith("geglu ") and "product" not in n)[0]
+    alone = view.case_names(lambda n: n.startswith("geglu product"))
+    rows = []
+    for way in ("torch-compile", "triton", "liger"):
+        cell, apart = view.cell(name, way), view.cell(alone[0], way) if alone else None
+        if cell is None:
+            continue
+        fused = [us for kernel, us in cell["observed"]["kernel_us"].items() if traces.is_fused(kernel)]
+        device = view.p50(apart, "device") if apart else None
+        rows.append(
+            {
+                "fused kernel of": way,
+                "in the MLP's trace, µs": significant(sum(fused)),
+                "alone, device µs": significant(1e3 * device) if device else None,
+                "published, A100, µs": PUBLISHED_US.get(way) if view.device == "cuda" else None,
+            }
+        )
+    return markdown_table(rows) if len(rows) > 1 else ""
+
+
+def mistakes(view: View) -> str:
+    """The other mistakes of the list, where their figures are."""
+    parts = [claims.no_synchronise(view), claims.graph_break(view), claims.dynamic_shapes(view)]
+    return "\n".join(f"- {part.claim}: {part.observed} ({part.verdict})." for part in parts)
+
+
 def halves(view: View) -> str:
     """What eager's point-wise kernels cost on the halves of a merged projection."""
     name = view.case_names(lambda n: n.startswith("geglu ") and "product" not in n)[0]
@@ -369,26 +460,30 @@ def two_layers(view: View) -> str:
     """Where the fused two-layer kernel wins and where it loses, and why."""
     gains = {}
     for name in view.case_names(lambda n: n.startswith("two layers ") and n.split()[-1].isdigit()):
-        gain = view.ratio(name, "triton", "torch-compile", kind=view.clock(name))
-        if gain:
-            gains[int(name.split()[-1])] = gain
+        found = view.gain(name, "triton", "torch-compile")
+        if found:
+            gains[int(name.split()[-1])] = found
     if not gains:
         return "The fused kernel was not timed here: it needs an NVIDIA GPU. The tests check its results."
-    won = [width for width, gain in gains.items() if gain.verdict == "faster"]
-    lost = [width for width, gain in gains.items() if gain.verdict == "slower"]
-    text = f"Against compile, by device time, the fused kernel wins at widths {words(won) or 'none'}"
-    text += f" and loses at {words(lost) or 'none'}. "
-    widest = max(gains)
+    won = [width for width, (gain, _) in gains.items() if gain.verdict == "faster"]
+    lost = [width for width, (gain, _) in gains.items() if gain.verdict == "slower"]
+    by_wall = [width for width, (_, clock) in gains.items() if clock == "latency"]
+    text = f"Against compile, by device time{f' (at {words(by_wall)} by the wall)' if by_wall else ''}, the "
+    text += f"fused kernel wins at widths {words(won) or 'none'} and loses at {words(lost) or 'none'}. "
+    widest = max((width for width in gains if width not in by_wall), default=max(gains))
+    clock = gains[widest][1]
     cells = present(view.pair(f"two layers {widest}", "triton", "torch-compile"))
     flops = [cell["prediction"]["flops"] for cell in cells]
     ours, theirs = (
-        count / present(view.p50(cell, view.clock(cell["case"]))) / 1e9
-        for count, cell in zip(flops, cells, strict=True)
+        count / present(view.p50(cell, clock)) / 1e9 for count, cell in zip(flops, cells, strict=True)
     )
     return text + (
         f"At width {widest} it does {significant(flops[0] / flops[1], 2)} × the operations, since every tile "
         f"of output columns computes the hidden layer again, and reaches {significant(ours)} TFLOP/s of them "
-        f"against {significant(theirs)}: with 128 rows it has few programs, each of them long."
+        f"against {significant(theirs)}: with 128 rows it has few programs, each of them long. The kernel as "
+        "printed was not timed: one program per tile and no loop over the inputs, so beyond 64 it reads the "
+        "first 64 inputs and writes the first 64 outputs (at width 1024 a sixteenth), and in fp16 it "
+        "multiplies fp32 by fp16, which Triton refuses."
     )
 
 
@@ -439,10 +534,12 @@ def explain(cell: dict[str, Any]) -> str | None:
     if seen["graph_launches"] and cell["backend"] == "torch-compile-overhead" and copies == 1:
         reasons.append("before the replay the input is copied into the graph's own buffer")
         unexplained["copy"] = 0
-    if "rmsnorm" in cell["case"] and cell["backend"] == "torch":
+    if "rmsnorm" in cell["case"] and cell["backend"] == "torch" and unexplained.get("norm", 0) == -1:
         parts = [name for name in seen["names"] if name not in ("aten::addmm", "aten::copy_")]
-        reasons.append(f"eager RMSNorm has no kernel of its own here; it runs as {', '.join(parts)}")
-        unexplained = {}
+        reasons.append(
+            f"eager RMSNorm has no kernel of its own here; norm and activation run as {', '.join(parts)}"
+        )
+        unexplained |= dict.fromkeys(("norm", "pointwise", "reduction", "copy"), 0)
     if cell["training"] and unexplained.get("fused", 0):
         kernels = [name for name in seen["names"] if "fused" in name]
         reasons.append(
@@ -522,30 +619,32 @@ def files(folder: str) -> str:
     )
 
 
-def draw(view: View, number: int, output: Path) -> str:
-    """Draw the timelines of an experiment's first case; returns its name, "" where there is no trace."""
-    for case, dtype in view.cases(number):
-        if not case.startswith(DRAWN[number]):
-            continue
+def draw(view: View, number: int, output: Path) -> dict[str, str]:
+    """Draw the timelines of an experiment's chosen cases; returns file names with the cases drawn."""
+    start, places = DRAWN[number]
+    cases = [(case, dtype) for case, dtype in view.cases(number) if case.startswith(start)]
+    drawn: dict[str, str] = {}
+    for case, dtype in dict.fromkeys(cases[place] for place in places if -len(cases) <= place < len(cases)):
         found = {}
         for cell in view.cells(case=case, dtype=dtype):
             path = output / "traces" / cell.get("trace", "")
             if path.is_file():
                 found[f"{case}, {dtype}: {cell['backend']}"] = traces.read(path)
         if found:
-            timeline.save(found, output / "plots" / f"timeline_{number}.png")
-            return f"{case}, {dtype}"
-    return ""
+            name = (
+                f"timeline_{number}{'abc'[len(drawn)]}.png" if len(places) > 1 else f"timeline_{number}.png"
+            )
+            timeline.save(found, output / "plots" / name)
+            drawn[name] = f"{case}, {dtype}"
+    return drawn
 
 
 def draw_widths(view: View, path: Path) -> bool:
     """Draw the two-layer case over widths; False where there is less than two of them."""
     curves: dict[str, dict[int, float]] = {}
-    kind = "latency"
     for name in view.case_names(lambda n: n.startswith("two layers ") and n.split()[-1].isdigit()):
-        kind = view.clock(name)
         for cell in view.cells(case=name):
-            p50 = view.p50(cell, kind)
+            p50 = view.p50(cell, "device") or view.p50(cell)
             if p50:
                 curves.setdefault(cell["backend"], {})[int(name.split()[-1])] = p50
     if not curves or max(map(len, curves.values())) < 2:
@@ -557,7 +656,8 @@ def draw_widths(view: View, path: Path) -> bool:
         plots.plain_log_axis(axes, "x", sorted({width for points in curves.values() for width in points}))
         plots.plain_log_axis(axes, "y")
         axes.set_xlabel("width")
-        axes.set_ylabel(f"ms ({'device' if kind == 'device' else 'wall'}, P50)")
+        # A call of milliseconds leaves no time for the device's clock; by the wall it is hardly longer.
+        axes.set_ylabel("device ms, P50 (wall from 1 ms on)" if view.device == "cuda" else "wall ms, P50")
         figure.legend(handles=plots.legend_lines(curves), loc="outside upper center", ncols=4)
         plots.save(figure, path)
     return True

@@ -42,7 +42,8 @@ def draw(axes: Axes, trace: traces.Trace) -> set[str]:
             parts.append((1, "synchronise" if "ynchronize" in span.name else "launch"))
         elif id(span) in kernels and not on_gpu:
             parts.append((1, kernels[id(span)]))
-        if span.parent is step and span.lane == "cpu":
+        # A backward pass runs in a thread of its own, where no step is around it.
+        if span.lane == "cpu" and (span.parent is step or (not span.parent and span.category == "cpu_op")):
             parts.append((2, "operator"))
         for row, kind in parts:
             kind = kind if kind in COLOURS else "other"

@@ -226,7 +226,7 @@ def kernel_kind(span: Span) -> str:
         return "gemm helper"
     if is_gemm(span.name):
         return "gemm"
-    if name.startswith("triton_") or "geglu" in name:
+    if is_fused(span.name):
         return "fused"
     if "layer_norm" in name or "layernorm" in name or "rms_norm" in name:
         return "norm"
@@ -251,6 +251,13 @@ GEMM_HELPER = re.compile(r"splitkreduce|split_k_kernel|scal_kernel|cublaslt::epi
 def is_gemm(name: str) -> bool:
     """Whether a kernel name is a matrix product's: cuBLAS, CUTLASS, or the two-layer kernel of this study."""
     return bool(GEMM_NAME.search(name)) and not GEMM_HELPER.search(name.lower())
+
+
+def is_fused(name: str) -> bool:
+    """Whether a kernel name is a fused point-wise kernel's: Inductor's (Triton or C++), ours or Liger's."""
+    name = name.lower()
+    inductor = name.startswith("triton_") and not name.startswith("triton_tem")
+    return inductor or "geglu" in name or "cpp_fused" in name
 
 
 def operator_kind(span: Span) -> str | None:

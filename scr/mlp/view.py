@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from harness.record import Record
 from harness.statistics import Comparison, Sample, sample, speedup, summarise
 
@@ -75,7 +73,16 @@ class View:
         new, old = (self.sample(cell, kind) for cell in cells)
         return None if new is None or old is None else speedup(new, old)
 
-    def clock(self, case: str) -> str:
-        """The clock that tells kernels apart: the device's on a GPU, the wall elsewhere."""
-        rows: pd.DataFrame = self.record.rows
-        return "device" if ((rows["case"] == case) & (rows["kind"] == "device")).any() else "latency"
+    def gain(
+        self, case: str, backend: str, baseline: str, dtype: str | None = None
+    ) -> tuple[Comparison, str] | None:
+        """`ratio` by the clock that tells kernels apart, and that clock.
+
+        The device's where both ways have its times, else the wall's: a GPU has none for CPU cases, and calls
+        that last long leave no time for it.
+        """
+        for kind in ("device", "latency"):
+            found = self.ratio(case, backend, baseline, dtype, kind)
+            if found is not None:
+                return found, kind
+        return None
