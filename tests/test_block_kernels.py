@@ -264,7 +264,7 @@ def test_scratch_of_the_spread_network_holds_the_head():
         assert call.threadgroup_bytes == 4 * dict(call.template)["FLOATS"]
         return dict(call.template)["FLOATS"]
 
-    assert floats(500) == 48 + 500 * 12 * 4 > floats(7)
+    assert floats(500) == 7 * 48 + 500 * 24 > floats(7)
 
 
 def test_a_launch_that_is_too_large_for_a_gpu_is_refused():

@@ -25,6 +25,6 @@ const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STR
 const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
 
 const Stored<const device T*, W, C> source = {x + ulong(image) * (H * W * C)};
-block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, KPARTS, STEPS, AHEAD, PACKED, STAGED>(
+block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, KPARTS, STEPS, AHEAD, PACKED, STAGED, false, 0>(
     source, weights, source.values, y + ulong(image) * (HEIGHT * WIDTH * N), rows, staged, strip, split,
     thread_position_in_threadgroup.x, threads_per_threadgroup.x);

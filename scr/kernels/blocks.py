@@ -184,7 +184,7 @@ def head(x: mx.array, weights: mx.array, outputs: int, target: str | None = None
 
 def head_slices(target: str) -> tuple[int, int]:
     """SLICES and PARTS of head_phase.metal: how many threads share one sum."""
-    return (1, 1) if target == "host" else (7, 12)
+    return (1, 1) if target == "host" else (7, 24)
 
 
 def head_call(
@@ -229,7 +229,7 @@ def head_call(
 def head_scratch_floats(channels: int, outputs: int, target: str) -> int:
     """Scratch of one group of head.metal, in floats."""
     slices, parts = head_slices(target)
-    return channels + max(slices * channels, outputs * parts * vector_width(target))
+    return slices * channels + outputs * parts
 
 
 def _refuse_small(target: str, *arrays: mx.array | Output) -> None:

@@ -5,10 +5,11 @@
 // Constants: PIXELS C N; tiling: SLICES PARTS, the threads that share a channel vector's pixels and an
 // output's channels.
 // Work: PIXELS·C + 2·C·N FLOP per image. Bytes: sizeof(T)·(PIXELS·C + N) per image, 4·(C·N + N) once per
-// batch. Scratch: 4·(C + max(SLICES·C, N·PARTS·VF)) bytes. Bound by latency at batch 1 and by memory later: on
-// GPUs 7 slices of a 7×7 image and 12 parts keep 336 and 120 threads busy; a CPU thread does it alone.
-constexpr int SHARES = SLICES * C > N * PARTS * VF ? SLICES * C : N * PARTS * VF;
-SCRATCH_ARRAY(scratch, C + SHARES);
+// batch. Scratch: 4·(SLICES·C + N·PARTS) bytes. Bound by latency at batch 1 and by memory later: on GPUs 7 slices
+// of a 7×7 image and 24 parts keep 336 and 240 threads busy; a CPU thread does it alone.
+SCRATCH_ARRAY(sums, SLICES * C + N * PARTS);
 const uint image = threadgroup_position_in_grid.x;
-head<PIXELS, C, N, SLICES, PARTS>(x + ulong(image) * (PIXELS * C), weights, scratch, y + image * N,
-                                  thread_position_in_threadgroup.x, threads_per_threadgroup.x);
+const uint lid = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
+pool<PIXELS, C, SLICES>(x + ulong(image) * (PIXELS * C), sums, lid, threads);
+SCRATCH_BARRIER;
+linear<PIXELS, C, N, SLICES, PARTS>(sums, weights, sums + SLICES * C, y + image * N, lid, threads);

@@ -32,7 +32,7 @@ for (uint i = group; i < batch * (STRIPS0 * SPLITS0); i += groups) {
   pad_image<H, H, 2 * ROWS0 + 1>(x + ulong(image) * (H * H), padded, top, lid, threads);
   SCRATCH_BARRIER;
   const Stem<ScratchPointer, const device float*, H, C0> stem = {padded, weights, top};
-  block_strip<H, H, C0, C1, 2, true, ROWS0, SPLITS0, 1, LD0, TP0, 1, 1, STEPS, AHEAD, false, STAGED0>(
+  block_strip<H, H, C0, C1, 2, true, ROWS0, SPLITS0, 1, LD0, TP0, 1, 1, STEPS, AHEAD, false, STAGED0, false, 0>(
       stem, w, output, output, rows, staged, strip, i % SPLITS0, lid, threads);
   SCRATCH_BARRIER;
 }
@@ -51,7 +51,8 @@ block_of_all<T, H2, C2, C2, 1, false, ROWS3, SPLITS3, LD3, TP3, STEPS, AHEAD, ST
 grid_barrier(arrivals, groups);
 w += 10 * C2 + (C2 + 1) * C2;
 for (uint image = group; image < batch; image += groups) {
-  head<P2, C2, CLASSES, SLICES, PARTS>(b + ulong(image) * (P2 * C2), w, rows, y + image * CLASSES, lid,
-                                       threads);
+  pool<P2, C2, SLICES>(b + ulong(image) * (P2 * C2), rows, lid, threads);
+  SCRATCH_BARRIER;
+  linear<P2, C2, CLASSES, SLICES, PARTS>(rows, w, rows + SLICES * C2, y + image * CLASSES, lid, threads);
   SCRATCH_BARRIER;
 }

@@ -22,7 +22,7 @@ from kernels.blocks import (
     head_slices,
     packed_size,
 )
-from kernels.launcher import Call, Kernel, Output, Unavailable, chain, default_target
+from kernels.launcher import MAX_THREADS, Call, Kernel, Output, Unavailable, chain, default_target
 from kernels.tilings import (
     BlockShape,
     NetworkTiling,
@@ -133,11 +133,13 @@ def network_call(
     packed = tuple(packed_vectors(sizes.outputs, target) for sizes in shape.blocks)
     if any(packed) and packed != vectors:
         raise ValueError(f"weights for {target} are packed for {packed} vectors a tile, not {vectors}")
-    slices, parts = head_slices(target)
+    _, parts = head_slices(target)
     floats = network_scratch_floats(shape, tiling)
-    if head_scratch_floats(last.outputs, shape.classes, target) > floats - prod(_activations(shape)):
+    if shape.classes * parts > floats - _kept_floats(shape, tiling):
         raise ValueError(f"{shape.classes} classes are too many for the scratch of the network's launch")
     in_device_memory = target == "metal"
+    walk = tiling.walk or (multiprocessors() if target == "cuda" else MAX_THREADS)
+    groups = min(batch, walk)
     return Call(
         NETWORK_IN_DEVICE_MEMORY if in_device_memory else NETWORK,
         inputs=(x, weights),
@@ -153,21 +155,22 @@ def network_call(
             ("TP1", tiling.pixels1),
             ("NV1", tiling.vectors1),
             ("KPARTS1", tiling.kparts1),
-            ("STAGED1", tiling.staged1),
+            ("STEPS1", tiling.steps),
+            ("AHEAD1", tiling.ahead),
             ("RUN2", tiling.run2),
             ("TP2", tiling.pixels2),
             ("NV2", tiling.vectors2),
             ("KPARTS2", tiling.kparts2),
-            ("STEPS", tiling.steps),
-            ("AHEAD", tiling.ahead),
+            ("STEPS2", tiling.steps2 or tiling.steps),
+            ("AHEAD2", tiling.ahead if tiling.ahead2 is None else tiling.ahead2),
             ("PACKED", target == "host"),
             ("PAD", tiling.padding),
-            ("SLICES", slices),
             ("PARTS", parts),
+            ("WALK", walk),
         ),
-        groups=(batch, 1, 1),
+        groups=(groups, 1, 1),
         group_size=(tiling.threads, 1, 1),
-        output_shapes=((batch, shape.classes),) + (((batch, floats),) if in_device_memory else ()),
+        output_shapes=((batch, shape.classes),) + (((groups, floats),) if in_device_memory else ()),
         output_dtypes=(dtype,) + ((mx.float32,) if in_device_memory else ()),
         threadgroup_bytes=0 if in_device_memory else 4 * floats,
     )
@@ -250,9 +253,14 @@ def network_scratch_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
         * (max(sizes.depth for sizes in blocks) + tiling.padding)
         for blocks, tile in stages
     )
-    if tiling.staged1:
-        first += max(sizes.depth * sizes.outputs for sizes in shape.blocks[:2])
-    return prod(_activations(shape)) + max(first, second)
+    return _kept_floats(shape, tiling) + max(first, second)
+
+
+def _kept_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
+    """What a group of network.metal keeps between products: activations, at last with the sums of tiles."""
+    last = shape.blocks[-1]
+    pixels = last.out_height * last.out_width
+    return max(prod(_activations(shape)), (pixels + -(-pixels // tiling.pixels2)) * last.outputs)
 
 
 def network(

@@ -80,12 +80,19 @@ FUNCTION void copy_vf(float* to, const float* from) {
 FUNCTION void finish_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// Ask for the line of memory at `from`, which is loaded later.
+FUNCTION void prefetch(const void* from) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+}
 namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {
   return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
 }
 FUNCTION vf max(vf a, vf b) {
   return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
+}
+FUNCTION float dot(vf a, vf b) {
+  return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
 }
 // What the thread gives whose number in the SIMD group differs in the bits of `mask`; all 32 must call.
 FUNCTION vf simd_shuffle_xor(vf given, uint mask) {
@@ -110,5 +117,7 @@ FUNCTION void grid_barrier(const uint* arrivals, uint groups) {
   __syncthreads();
 }
 
-// Before a loop with a constant number of turns.
+// Before a loop with a constant number of turns: write all of them out, or so many.
 #define UNROLL _Pragma("unroll")
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL_BY(turns) PRAGMA(unroll (turns))

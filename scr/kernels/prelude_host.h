@@ -81,9 +81,17 @@ FUNCTION void copy_vf(float* to, const float* from) {
   store_vf(to, load_vf(from));
 }
 FUNCTION void finish_copies() {}
+// The processor sees by itself what is loaded next.
+FUNCTION void prefetch(const void*) {}
 namespace metal {
 FUNCTION vf fma(vf a, vf b, vf c) {
   return a * b + c;
+}
+FUNCTION float dot(vf a, vf b) {
+  const vf products = a * b;
+  float sum = 0.0f;
+  for (int i = 0; i < VF; ++i) sum += products[i];
+  return sum;
 }
 // One thread has nobody to swap with.
 FUNCTION vf simd_shuffle_xor(vf given, uint) {
@@ -91,9 +99,11 @@ FUNCTION vf simd_shuffle_xor(vf given, uint) {
 }
 }  // namespace metal
 
-// Before a loop with a constant number of turns.
+// Before a loop with a constant number of turns: write all of them out, or so many where a GPU's instruction
+// cache is short, which a CPU's is not.
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 64")
 #endif
+#define UNROLL_BY(turns) UNROLL

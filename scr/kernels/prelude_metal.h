@@ -41,5 +41,10 @@ FUNCTION void copy_vf(device float* to, const device float* from) {
 }
 FUNCTION void finish_copies() {}
 
-// Before a loop with a constant number of turns.
+// Asks for memory that is loaded later, where that can be told.
+FUNCTION void prefetch(const device void*) {}
+
+// Before a loop with a constant number of turns: write all of them out, or so many.
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL_BY(turns) PRAGMA(clang loop unroll_count(turns))

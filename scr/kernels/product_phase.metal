@@ -16,10 +16,11 @@
 // KPARTS > 1 (GPUs, NV = 2, whole SIMD groups): so many threads of a SIMD group share a tile, each with its
 // part of K, which makes threads for large tiles of few pixels. They swap sums: the first part finishes the
 // first vector of each pixel, the second part the second.
+// With POOL, y is [pixel tile][CHANNELS]: of each tile only the sum over its pixels is stored.
 // Pixels past `pixels` are computed from whatever scratch holds and dropped. x may be y: a thread reads only
 // what it then overwrites.
 template <int K, int LD, int CHANNELS, int ROW, int N, int TP, int NV, int KPARTS, int STEPS, bool AHEAD,
-          bool PACKED, bool IDENTITY, typename Scratch, typename Weights, typename Bias, typename Input,
+          bool PACKED, bool IDENTITY, bool POOL, typename Scratch, typename Weights, typename Bias, typename Input,
           typename Output>
 FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output y, uint pixels, uint lid,
                       uint threads) {
@@ -69,20 +70,28 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
               sums[p][v] =
                   metal::fma(splat(values[p * LD + k + s]), AHEAD ? now[s][v] : next[s][v], sums[p][v]);
       }
-    if (KPARTS == 1) {
-      UNROLL for (int p = 0; p < TP; ++p)
-        if (uint(p) < kept)
-          UNROLL for (int v = 0; v < NV; ++v)
-            store_vf(y + (pixel + p) * N + channel + v * APART, metal::max(sums[p][v], splat(0.0f)));
-    } else {
+    if (KPARTS > 1) {
       const bool second = part % 2 == 1;
       UNROLL for (int p = 0; p < TP; ++p) {
         const vf own = second ? sums[p][NV - 1] : sums[p][0], given = second ? sums[p][0] : sums[p][NV - 1];
-        vf sum = own + metal::simd_shuffle_xor(given, LANES);
-        if (KPARTS == 4) sum = sum + metal::simd_shuffle_xor(sum, 2 * LANES);
-        if (uint(p) < kept && part < 2)
-          store_vf(y + (pixel + p) * N + channel + part * APART, metal::max(sum, splat(0.0f)));
+        sums[p][0] = own + metal::simd_shuffle_xor(given, LANES);
+        if (KPARTS == 4) sums[p][0] = sums[p][0] + metal::simd_shuffle_xor(sums[p][0], 2 * LANES);
       }
     }
+    const uint stored = part < 2 ? kept : 0;
+    const Output here = y + (POOL ? row : pixel) * N + channel + part * APART;
+    vf pooled[NV];
+    UNROLL for (int v = 0; v < NV; ++v) pooled[v] = splat(0.0f);
+    UNROLL for (int p = 0; p < TP; ++p)
+      if (uint(p) < stored)
+        UNROLL for (int v = 0; v < (KPARTS == 1 ? NV : 1); ++v) {
+          const vf value = metal::max(sums[p][v], splat(0.0f));
+          if (POOL)
+            pooled[v] = pooled[v] + value;
+          else
+            store_vf(here + p * N + v * APART, value);
+        }
+    if (POOL && stored > 0)
+      UNROLL for (int v = 0; v < (KPARTS == 1 ? NV : 1); ++v) store_vf(here + v * APART, pooled[v]);
   }
 }

@@ -110,22 +110,24 @@ class NetworkTiling:
     kparts1: int = 1
     kparts2: int = 1
     run0: int | None = None  # of block 0, which computes the stem for its run; None: run1
-    staged1: bool = False  # copy the weights of the 14×14 stages to scratch first
+    steps2: int | None = None  # of the 7×7 stages; None: steps, and the same for ahead
+    ahead2: bool | None = None
+    walk: int | None = None  # groups at most; None: as many as a CUDA GPU has multiprocessors, else one an image
 
     def misfit(self, shapes: tuple[BlockShape, ...], vector: int) -> str | None:
         """Why this tiling does not fit blocks of `shapes`, with vectors of `vector` channels, or None."""
-        first = (self.run0 or self.run1, self.pixels1, self.vectors1), self.kparts1
-        wide = (self.run1, self.pixels1, self.vectors1), self.kparts1
-        deep = (self.run2, self.pixels2, self.vectors2), self.kparts2
-        for shape, (tile, kparts) in zip(shapes, (first, wide, deep, deep), strict=True):
-            run, pixels, vectors = tile
+        first = self.run0 or self.run1, self.pixels1, self.vectors1, self.kparts1, self.steps
+        wide = self.run1, *first[1:]
+        deep = self.run2, self.pixels2, self.vectors2, self.kparts2, self.steps2 or self.steps
+        stages = first, wide, deep, deep
+        for shape, (run, pixels, vectors, kparts, steps) in zip(shapes, stages, strict=True):
             misfit = Tiling(
                 rows=shape.out_height,
                 splits=1,
                 run=run,
                 pixels=pixels,
                 vectors=vectors,
-                steps=self.steps,
+                steps=steps,
                 ahead=self.ahead,
                 threads=self.threads,
                 padding=self.padding,

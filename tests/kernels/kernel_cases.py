@@ -297,7 +297,8 @@ RAGGED = (
     (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 2, 2, True, 32, 4, staged=True, kparts=4)),
     (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
 )
-PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2, staged1=True)
+PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2)
+TWO_GROUPS = NetworkTiling(14, 13, 1, 7, 7, 1, 4, True, 384, 4, run0=7, steps2=8, ahead2=False, walk=2)
 
 
 def describe(tiling: int | Tiling) -> str:
@@ -370,10 +371,14 @@ def network_cases() -> Iterator[Case]:
             def parts(target: str, x=x, weights=weights) -> mx.array:
                 return kernels.network(x, weights.packed(target), weights.shape, PARTS_OF_K, target)
 
+            def two(target: str, x=x, weights=weights) -> mx.array:
+                return kernels.network(x, weights.packed(target), weights.shape, TWO_GROUPS, target)
+
             for launches, call, targets in (
                 ("one launch", one, TARGETS),
                 ("five launches", five, TARGETS),
                 ("one launch, parts of K", parts, ("metal", "cuda")),
+                ("one launch, two groups", two, ("metal", "cuda")),
             ):
                 yield Case(
                     "network",
