@@ -1,7 +1,7 @@
 """Profile MLPs from nn.Linear to a fused GeGLU, and say what fusion changes: the second study.
 
     python scr/mlp_fusion.py                # this machine's GPU, or its CPU
-    python scr/mlp_fusion.py --quick        # tiny sizes, under a minute
+    python scr/mlp_fusion.py --quick        # tiny sizes, about a minute
     python scr/mlp_fusion.py --tag h200     # a reference run under output/h200 and conclusions/h200
     python scr/mlp_fusion.py --rebuild      # rebuild the report from the stored record and traces
 

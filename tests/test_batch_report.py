@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batch.analysis import Study, bandwidths, missing
+from batch.analysis import Curve, Study, bandwidths, missing
 from batch.cases import MLP_WIDTHS, Work, all_works
+from batch.claims import claims_table
 from batch.figures import FIGURES
 from batch.report import build, text
 from batch.roofline import Limits, predict
@@ -211,6 +212,71 @@ def test_the_same_record_gives_the_same_report(tmp_path: Path) -> None:
     (tmp_path / "old.png").write_bytes(b"of an earlier run")
     assert built(load(tmp_path / "per_trial.npz"), tmp_path) == first
     assert pictures == {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+
+
+def test_a_batch_that_is_dearer_than_a_larger_one_is_named() -> None:
+    def slow(work: Work, backend: str, batch: int) -> float:
+        return 9.0 if work.name == "MLP 8×128" and batch == 16 else 1.0
+
+    said = report(made_up(slow=slow))
+    assert "1 case has batches that take longer than a larger one; at worst MLP 8×128 (float32)" in said
+    row = next(line for line in said.splitlines() if line.startswith("| MLP 8×128 | float32 | 16 | 16 |"))
+    assert float(row.split(" | ")[-1].strip("|× ")) == pytest.approx(9.0, rel=0.05)
+    assert "Latency does not only rise" not in report(made_up())
+
+
+def curve_of(*trials: list[float]) -> Curve:
+    """A curve with these trials at batches 1, 2, 4 …"""
+    work = all_works("cpu", 16e9)[3]
+    batches = [2**n for n in range(len(trials))]
+    return Curve(work, "torch", "latency", "cpu", batches, [np.array(t) for t in trials], None)
+
+
+def test_noise_does_not_end_what_is_free() -> None:
+    noisy = [0.7, 0.8, 1.0, 1.1, 1.3, 1.5]
+    rising = [1.15 * value for value in noisy]
+    assert curve_of(noisy, rising, rising).free == 4  # 15 % more, of trials that spread by 30 %
+    quiet = [1.0, 1.001, 0.999]
+    assert curve_of(quiet, [1.05, 1.051], [1.15, 1.151], quiet).free == 2
+    assert curve_of(quiet, [1.9, 1.901], [1.95, 1.951], [5.0, 5.1]).free_from(2) == 4
+    assert curve_of(noisy, rising, noisy).dearer == []
+    assert curve_of([3.0, 3.001], quiet, [1.1, 1.1]).dearer == [(1, 2, pytest.approx(3.0, rel=0.01))]
+
+
+def verdicts(record: Record) -> dict[str, str]:
+    """Verdict by the first words of the claim."""
+    rows = [line.split(" | ") for line in claims_table(Study(record)).splitlines()[2:]]
+    return {row[0].removeprefix("| ")[:20]: row[-1].strip("*| ") for row in rows}
+
+
+def test_verdicts_on_the_claims_follow_the_data() -> None:
+    def slow(work: Work, backend: str, batch: int) -> float:
+        if work.family == "experts":
+            return 1.5 if work.sizes["routing"] == "skewed" else 1.0
+        if work.family == "decoder":  # as long as without attention
+            return 1e-4 / predict(work.layers(batch), LIMITS).total_s
+        if work.family == "resnet" and batch <= 3:
+            return predict(work.layers(1), LIMITS).total_s / predict(work.layers(batch), LIMITS).total_s
+        return 1.0
+
+    plain, changed = verdicts(made_up("cuda")), verdicts(made_up("cuda", slow=slow))
+    assert plain["the ridge batch, fro"] == "confirmed"
+    assert plain["with a KV cache atte"] == "refuted"
+    assert changed["with a KV cache atte"] == "confirmed"
+    assert plain["a GPU is worth it at"] == "confirmed"  # slower up to width 512, faster from 1024 on
+    assert plain["latency is flat for "] == "refuted"
+    assert changed["latency is flat for "] == "confirmed"
+    assert plain["skewed routing costs"] != changed["skewed routing costs"] == "confirmed"
+    on_cpu = verdicts(made_up())
+    assert on_cpu["latency is flat for "] == on_cpu["a GPU is worth it at"] == "not tested here"
+
+
+def test_pooling_is_judged_where_memory_bounds_it() -> None:
+    def slow(work: Work, backend: str, batch: int) -> float:
+        return batch**-0.4 if work.kind == "pool" else 1.0
+
+    assert "Pooling is linear in pixels" in report(made_up("cuda"))
+    assert "Pooling is not linear in pixels" in report(made_up("cuda", slow=slow))
 
 
 def test_the_networks_own_record_is_read() -> None:

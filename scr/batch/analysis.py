@@ -24,9 +24,11 @@ from batch.roofline import (
 )
 from harness.present import present
 from harness.record import Record
+from harness.statistics import Comparison, sample, speedup
 
 FREE = 1.1  # a batch is free while latency stays within this factor of batch 1
 FULL_RATE = 0.8  # share of the ceiling from which on a curve is said to show its arithmetic
+DEARER = 1.25  # a batch is called dearer than a larger one from this factor on
 AGREE = 1.5  # a knee is called predicted within this factor
 
 
@@ -95,11 +97,36 @@ class Curve:
         batch, seconds, _ = saturation(self.batches, self.seconds)
         return batch, seconds
 
-    @property
+    @cached_property
     def free(self) -> int:
-        """The last batch before latency first leaves FREE × that of the smallest batch."""
-        late = self.seconds > FREE * self.seconds[0]
-        return self.batches[int(np.argmax(late)) - 1] if late.any() else self.batches[-1]
+        """The last batch before latency first leaves FREE × that of the smallest batch, noise allowed for."""
+        return self.free_from(self.batches[0])
+
+    def free_from(self, batch: int) -> int:
+        """The last batch before latency first leaves FREE × that of `batch`.
+
+        It has left where the median is above, and the whole 90 % interval of the ratio too.
+        """
+        start = self.batches.index(batch)
+        for place in range(start + 1, len(self.batches)):
+            if least_ratio(self.trials[place], self.trials[start]) > FREE:
+                return self.batches[place - 1]
+        return self.batches[-1]
+
+    @cached_property
+    def dearer(self) -> list[tuple[int, int, float]]:
+        """(batch, a larger batch, ratio) where the smaller one takes longer by more than DEARER.
+
+        The larger batch is the fastest of those behind. Only where the 90 % interval of the ratio stays above
+        FREE.
+        """
+        found = []
+        for place, batch in enumerate(self.batches[:-1]):
+            best = place + 1 + int(np.argmin(self.seconds[place + 1 :]))
+            factor = float(self.seconds[place] / self.seconds[best])
+            if factor > DEARER and least_ratio(self.trials[place], self.trials[best]) > FREE:
+                found.append((batch, self.batches[best], factor))
+        return found
 
     @property
     def rate_share(self) -> float:
@@ -349,12 +376,26 @@ class Study:
             seconds.append(predict(layers, limits).total_s)
         return fit(curve.batches, seconds)
 
+    def speedup(self, case: str, backend: str, baseline: str, dtype: str = "float32") -> Comparison | None:
+        """How many times faster a way is at batch 1 by the wall; None where one has no rows."""
+        groups = [self.groups.get((case, dtype, way, "latency")) for way in (backend, baseline)]
+        samples = [sample(group, batch_size=1) for group in groups if group is not None]
+        new, old = samples if len(samples) == 2 else (None, None)
+        return None if new is None or old is None else speedup(new, old)
+
     def median(self, case: str, dtype: str, backend: str, kind: str, batch: int) -> float | None:
         """Median seconds of one cell, None where it has no rows."""
         group = self.groups.get((case, dtype, backend, kind))
         if group is None or not (chosen := group["batch_size"] == batch).any():
             return None
         return float(group.loc[chosen, "latency_ms"].median()) / 1e3
+
+
+def least_ratio(slow: np.ndarray, fast: np.ndarray, draws: int = 400) -> float:
+    """Lower end of the 90 % interval of the ratio of two medians, by a bootstrap over the trials of both."""
+    generator = np.random.default_rng(0)
+    medians = [np.median(generator.choice(side, (draws, len(side))), axis=1) for side in (slow, fast)]
+    return float(np.percentile(medians[0] / medians[1], 5))
 
 
 def batches_of(rows: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:

@@ -45,7 +45,8 @@ def draw_curve(axes: Axes, curve: Curve) -> None:
     if curve.predicted_knee and curve.predicted_knee.state == "knee":
         axes.axvline(curve.predicted_knee.batch, color="black", linewidth=0.8, linestyle=":")
     # Parts of the model far below everything measured would press the curve against the top.
-    axes.set_ylim(milliseconds.min() / 30, axes.get_ylim()[1])
+    highest = max(milliseconds.max(), *(1e3 * curve.predicted_seconds), 0.0)
+    axes.set_ylim(milliseconds.min() / 30, 1.5 * highest)
     plots.plain_log_axis(axes, "y")
     axis_of_batches(axes, curve.batches)
 

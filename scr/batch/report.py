@@ -16,8 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from batch.analysis import AGREE, FREE, Curve, Study, missing
-from batch.cases import CHOSEN, EXPERTS, MLP_DEPTH, MLP_WIDTHS, ROUTINGS, SKEW, routes
+from batch.analysis import AGREE, DEARER, FREE, Curve, Study, missing
+from batch.cases import CHOSEN, EXPERTS, MLP_DEPTH, ROUTINGS, SKEW, routes
+from batch.claims import (
+    SMALL_SHARE,
+    ahead_from,
+    attention_shares,
+    claims_table,
+    device_rows,
+    skew_ratios,
+)
 from batch.figures import FIGURES
 from batch.knee import INTERVAL, Knee, fit_trials
 from batch.roofline import (
@@ -30,7 +38,6 @@ from batch.roofline import (
     ridge_batch_with_launch,
     tokens_per_expert,
 )
-from batch.study import device_case
 from harness import plots
 from harness.cli import Fault
 from harness.measure import failed, unavailable
@@ -38,7 +45,17 @@ from harness.paths import write_atomic
 from harness.present import present
 from harness.record import Record
 from harness.sections import ceilings_table, machine_table
-from harness.tables import count, markdown_table, milliseconds, percent, quantity, ratio, significant, words
+from harness.tables import (
+    count,
+    markdown_table,
+    milliseconds,
+    percent,
+    quantity,
+    ratio,
+    significant,
+    verdict_cell,
+    words,
+)
 
 REQUIRED = ("place", "works", "network", "ceilings")
 
@@ -78,9 +95,12 @@ def text(record: Record, study: Study, links: dict[str, str], source: str) -> st
         f"{clock_note(study)}",
         "## In short",
         in_short(study),
+        "## Claims and verdicts",
+        claims_table(study),
         "## What batching bought",
         bought(study),
         image(links, "throughput", "Throughput over batch"),
+        dearer(study),
         "## The model",
         model(study),
         "## MLPs: the width sweep",
@@ -165,6 +185,7 @@ def in_short(study: Study) -> str:
     """The answers, one bullet each, computed."""
     bullets = [
         free_answer(study),
+        dearer_answer(study),
         formula_answer(study),
         attention_answer(study),
         experts_answer(study),
@@ -181,15 +202,72 @@ def free_answer(study: Study) -> str:
         curves = [curve for curve in study.best(family) if len(curve.batches) > 2]
         if not curves:
             continue
-        free = [curve.free for curve in curves]
-        low, high = min(free), max(free)
-        said.append(f"{low} for {name}" if low == high else f"{low} to {high} for {name}")
+        free = [[curve.free for curve in curves], [curve.free_from(curve.batches[1]) for curve in curves]]
+        spans = [f"{min(f)}" if min(f) == max(f) else f"{min(f)} to {max(f)}" for f in free]
+        said.append(f"{spans[0]} for {name} (counted from batch 2 on {spans[1]})")
     return (
-        f"A larger batch is free (latency within {100 * (FREE - 1):.0f} % of batch 1) up to batch "
-        + "; ".join(said)
-        + "."
+        f"A larger batch is free (latency within {100 * (FREE - 1):.0f} % of batch 1, as far as the trials "
+        f"can tell) up to batch {'; '.join(said)}. A single row often runs by another routine than two."
         if said
         else ""
+    )
+
+
+def dearer(study: Study) -> str:
+    """Cases in which a batch takes longer than a larger one."""
+    rows = []
+    for curve in dearer_curves(study):
+        batch, larger, factor = max(curve.dearer, key=lambda entry: entry[2])
+        eager = next(
+            (c for c in study.of(curve.work.family, "latency", "torch") if c.work is curve.work), None
+        )
+        both = eager is not None and eager is not curve and {batch, larger} <= set(eager.batches)
+        rows.append(
+            {
+                "case": curve.work.name,
+                "dtype": curve.work.dtype,
+                "dear batches": ", ".join(str(entry[0]) for entry in curve.dearer),
+                "worst": batch,
+                "ms": ms(curve[batch]),
+                "larger batch": larger,
+                "its ms": ms(curve[larger]),
+                "times": f"{ratio(factor)}×",
+                "the same, eager by the wall": f"{ratio(eager[batch] / eager[larger])}×"
+                if both and eager is not None
+                else None,
+            }
+        )
+    if not rows:
+        return ""
+    hidden = (
+        " Where eager by the wall shows nothing, its launches take longer still and hide it."
+        if any(row["the same, eager by the wall"] for row in rows)
+        else ""
+    )
+    return (
+        f"Batches that take longer than a larger one, by a factor of {DEARER:g} or more: padding them to the "
+        "larger one would be faster. The model knows nothing of it. The library chooses kernels by the "
+        f"sizes, which would explain it; kernels were not traced in this study.{hidden}\n\n"
+        + markdown_table(rows, left=["dtype", "dear batches"])
+    )
+
+
+def dearer_curves(study: Study) -> list[Curve]:
+    """The cases with batches that are dearer than larger ones."""
+    return [curve for family in FAMILY_NAMES for curve in study.best(family) if curve.dearer]
+
+
+def dearer_answer(study: Study) -> str:
+    """The worst of them."""
+    curves = dearer_curves(study)
+    if not curves:
+        return ""
+    worst = max(curves, key=lambda curve: max(entry[2] for entry in curve.dearer))
+    batch, larger, factor = max(worst.dearer, key=lambda entry: entry[2])
+    return (
+        f"Latency does not only rise: {count(len(curves), 'case has', 'cases have')} batches that take "
+        f"longer than a larger one; at worst {worst.work.name} ({worst.work.dtype}), where batch {batch} "
+        f"takes {ratio(factor)} times batch {larger}."
     )
 
 
@@ -307,6 +385,7 @@ def bought(study: Study) -> str:
                     "latency there, ms": ms(seconds),
                     "times batch 1": f"{ratio(seconds / curve.seconds[0])}×",
                     "free up to": curve.free,
+                    "from 2 up to": curve.free_from(curve.batches[1]),
                     f"knee [{INTERVAL} %]": knee_text(curve.knee),
                     "knee of the model": knee_text(curve.predicted_knee),
                     "largest batch": curve.batches[-1],
@@ -316,7 +395,8 @@ def bought(study: Study) -> str:
     note = (
         "Throughput gained is the largest throughput over that of batch 1. The batch with 90 % of the "
         "largest throughput is the one to take when latency matters at all; its latency is what it costs. "
-        "Where it is the largest batch measured, throughput may still be rising."
+        "Where it is the largest batch measured, throughput may still be rising. Free up to: the last batch "
+        f"before latency first leaves {100 * (FREE - 1):.0f} % of that of batch 1, or of batch 2."
     )
     return f"{note}\n\n{markdown_table(rows, left=['dtype', 'bound there by'])}"
 
@@ -345,7 +425,9 @@ def model(study: Study) -> str:
     cache = study.place.get("cache_bytes")
     where = (
         f"The last cache holds {quantity(cache, 'B')}: a working set below that stays in it from one forward "
-        "to the next, and its bandwidth is the cache's."
+        "to the next. A size gets the best rate seen at it or at any larger one, since a small copy is paced "
+        "by its launch and a cache is no slower than what lies behind it; so rates of small sets are lower "
+        "bounds of the cache's, not measurements of it."
         if cache
         else "The size of the last cache is not known here."
     )
@@ -592,50 +674,27 @@ def single_layers(study: Study) -> str:
 
 
 def pooling(study: Study) -> str:
-    """Whether pooling is linear in pixels, over side and batch together."""
-    points = [
-        (batch * curve.work.sizes["side"] ** 2, seconds)
+    """Whether pooling is linear in pixels where the model has it bound by memory, over side and batch."""
+    cells = [
+        (batch * curve.work.sizes["side"] ** 2, seconds, model.bound)
         for curve in study.best("layers")
         if curve.work.kind == "pool"
-        for batch, seconds in zip(curve.batches, curve.seconds, strict=True)
+        for batch, seconds, model in zip(curve.batches, curve.seconds, curve.predictions, strict=False)
     ]
-    if len(points) < 4:
+    slopes = {}
+    for bound in ("launch", "memory"):
+        points = [(pixels, seconds) for pixels, seconds, by in cells if by == bound]
+        if len({pixels for pixels, _ in points}) >= 4:
+            pixels, seconds = np.log(np.array(points)).T
+            slopes[bound] = float(np.polyfit(pixels, seconds, 1)[0])
+    if "memory" not in slopes:
         return ""
-    pixels, seconds = np.array(sorted(points)).T
-    half = len(pixels) // 2
-    slopes = [
-        float(np.polyfit(np.log(pixels[part]), np.log(seconds[part]), 1)[0])
-        for part in (slice(None, half), slice(half, None))
-    ]
-    linear = "is linear in pixels" if 0.85 <= slopes[1] <= 1.15 else "is not linear in pixels"
+    linear = "is linear in pixels" if 0.85 <= slopes["memory"] <= 1.15 else "is not linear in pixels"
+    below = f", as pixels^{slopes['launch']:.2f} where launches do" if "launch" in slopes else ""
     return (
-        f"Pooling {linear} once there are enough of them: its time grows as pixels^{slopes[1]:.2f} over the "
-        f"larger half of all sizes and batches, as pixels^{slopes[0]:.2f} over the smaller."
+        f"Pooling {linear} once there are enough of them: its time grows as pixels^{slopes['memory']:.2f} "
+        f"where by the model memory bounds it{below}."
     )
-
-
-def attention_shares(study: Study) -> list[dict[str, Any]]:
-    """Share of attention in the decoder block, measured and by the model, per context and batch."""
-    curves = {curve.work.sizes["context"]: curve for curve in study.best("decoder")}
-    if 0 not in curves:
-        return []
-    found = []
-    for context, curve in sorted(curves.items()):
-        if not context:
-            continue
-        for index, batch in enumerate(curve.batches):
-            bare = curves[0].at(batch)
-            if bare is None:
-                continue
-            share = 1 - bare / curve.seconds[index]
-            by_model = None
-            if curve.predictions and curves[0].predictions:
-                place = curves[0].batches.index(batch)
-                by_model = 1 - curves[0].predictions[place].total_s / curve.predictions[index].total_s
-            found.append(
-                {"context": context, "batch": batch, "share": share, "model": by_model, "curve": curve}
-            )
-    return found
 
 
 def decoder(study: Study) -> str:
@@ -678,7 +737,7 @@ def attention_answer(study: Study) -> str:
     if not shares:
         return ""
     least, most = min(shares, key=lambda e: e["share"]), max(shares, key=lambda e: e["share"])
-    verdict = "stays small" if most["share"] < 0.2 else "does not stay small"
+    verdict = "stays small" if most["share"] < SMALL_SHARE else "does not stay small"
     return (
         f"With a KV cache attention's share {verdict}: {percent(100 * max(least['share'], 0))} of a decoder "
         f"block at context {least['context']:,}, batch {least['batch']}; {percent(100 * most['share'])} at "
@@ -719,28 +778,30 @@ def experts(study: Study) -> str:
         ),
         f"Below {EXPERTS // CHOSEN} tokens a larger balanced batch reads more weights, not the same ones: "
         "latency rises there for another reason than arithmetic.",
-        skew_sentence(curves),
+        skew_sentence(study),
     ]
     return " ".join(s for s in sentences if s) + "\n\n" + markdown_table(rows)
 
 
-def skew_sentence(curves: dict[str, Curve]) -> str:
+def skew_sentence(study: Study) -> str:
     """What skew costs here, and what it would cost where every expert has a device of its own."""
-    if "skewed" not in curves:
+    ratios = skew_ratios(study)
+    if not ratios:
         return ""
-    balanced, skewed = curves["balanced"], curves["skewed"]
-    # Below E tokens the two differ in how many experts they use, which is not what skew means.
-    batches = [batch for batch in balanced.batches if batch >= EXPERTS and batch in skewed.batches]
-    if not batches:
-        return ""
-    ratios = [skewed[batch] / balanced[batch] for batch in batches]
-    last = batches[-1]
+    least, last = min(ratios, key=lambda batch: ratios[batch]), max(ratios)
     largest = max(len(tokens) for tokens in routes("skewed", last, EXPERTS, CHOSEN))
+    odd = (
+        f" The least is at {least} tokens, one of the batches at which balanced routing itself is dear."
+        if least
+        in [entry[0] for c in study.best("experts") if "balanced" in c.work.name for entry in c.dearer]
+        else ""
+    )
     return (
-        f"From {batches[0]} tokens on skewed routing takes {span_of(ratios)} times as long as balanced "
-        f"(median {ratio(float(np.median(ratios)))}). On one device the work is the same; with a device per "
-        f"expert the fullest would decide, {ratio(largest / tokens_per_expert(last, CHOSEN, EXPERTS))} times "
-        f"the mean load at {last:,} tokens (computed, not run)."
+        f"From {min(ratios)} tokens on skewed routing takes {span_of(list(ratios.values()))} times as long "
+        f"as balanced (median {ratio(float(np.median(list(ratios.values()))))}).{odd} On one device the "
+        "work is the same; with a device per expert the fullest would decide, "
+        f"{ratio(largest / tokens_per_expert(last, CHOSEN, EXPERTS))} times the mean load at {last:,} tokens "
+        "(computed, not run)."
     )
 
 
@@ -759,19 +820,6 @@ def experts_answer(study: Study) -> str:
     )
 
 
-def device_rows(study: Study) -> list[dict[str, Any]]:
-    """Width, CPU seconds, best GPU seconds."""
-    found = []
-    for width in MLP_WIDTHS:
-        times = {
-            backend: study.median(device_case(width), "float32", backend, "latency", 1)
-            for backend in ("torch-cpu", "torch", "torch-graph")
-        }
-        if times["torch-cpu"] and times["torch"]:
-            found.append({"width": width, **times})
-    return found
-
-
 def device_answer(study: Study) -> str:
     """From which width on a GPU is worth it at batch 1."""
     rows = device_rows(study)
@@ -779,16 +827,10 @@ def device_answer(study: Study) -> str:
         return ""
     said = []
     for backend in ("torch", "torch-graph"):
-        faster = [row["width"] for row in rows if row[backend] and row[backend] < row["torch-cpu"]]
         if not any(row[backend] for row in rows):
             continue
-        # From the first width on after which the GPU is always ahead.
-        ahead = [
-            row["width"]
-            for index, row in enumerate(rows)
-            if all(later["width"] in faster for later in rows[index:])
-        ]
-        said.append(f"from width {ahead[0]} with `{backend}`" if ahead else f"at no width with `{backend}`")
+        first = ahead_from(rows, backend)
+        said.append(f"from width {first} with `{backend}`" if first else f"at no width with `{backend}`")
     return f"At batch 1 the GPU beats the CPU beside it {words(said)}."
 
 
@@ -806,13 +848,12 @@ def devices(study: Study) -> str:
                 "CPU, ms": ms(row["torch-cpu"]),
                 "GPU eager, ms": ms(row["torch"]),
                 "GPU graph, ms": ms(row["torch-graph"]),
-                "CPU ÷ GPU eager": ratio(row["torch-cpu"] / row["torch"]),
-                "CPU ÷ GPU graph": ratio(row["torch-cpu"] / row["torch-graph"])
-                if row["torch-graph"]
-                else None,
+                "GPU eager, × faster": verdict_cell(row["torch gain"]),
+                "GPU graph, × faster": verdict_cell(row["torch-graph gain"]),
             }
             for row in rows
-        ]
+        ],
+        left=("GPU eager, × faster", "GPU graph, × faster"),
     )
     threads = study.environment.get("threads")
     note = f"Wall time of an MLP of depth {MLP_DEPTH} at batch 1, the CPU with {threads} threads."

@@ -104,7 +104,8 @@ def introduction(view: View) -> str:
         "steps in which no kernel ran (the profiler's own time is in it); memory sets and copies are listed, "
         "but are no kernels. *P50* and its *variation* (coefficient of variation over all rounds) are wall "
         "times with a synchronise per call; *device ms* is the time per call of a full queue, a dash "
-        "where calls last too long to queue them; *of the floor* is floor over device time, or over P50; *first call* is cold, compiling included."
+        "where calls last too long to queue them; *of the floor* is floor over device time, or over P50; "
+        "*first call* is cold, compiling included."
     )
 
 
