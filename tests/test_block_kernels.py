@@ -303,6 +303,34 @@ def test_block_refuses_inputs_that_do_not_fit(x, message):
         kernels.block(x, packed_block(shape, "host"), shape, target="host")
 
 
+def test_a_block_with_the_head_takes_whole_images_and_both_their_weights():
+    shape, whole = BlockShape(6, 6, 32, 32, 1), Tiling(6, 1, 1, 4, 1, 4, False, 64, 4, head=True)
+    weights = mx.zeros((blocks.packed_size(shape) + 7 * 33,))
+
+    def call(weights: mx.array, outputs: int, tiling: Tiling):
+        return blocks.block_head_call(
+            kernels.ARGUMENT, 1, mx.float32, weights, shape, outputs, tiling, "cuda"
+        )
+
+    assert call(weights, 7, whole).output_shapes == ((1, 7),)
+    with pytest.raises(ValueError, match="whole images"):
+        call(weights, 7, dataclasses.replace(whole, rows=3))
+    with pytest.raises(ValueError, match="pack_block's and pack_head's"):
+        call(weights, 8, whole)
+    many = mx.zeros((blocks.packed_size(shape) + 100 * 33,))
+    with pytest.raises(ValueError, match="100 outputs are too many"):
+        call(many, 100, whole)
+
+
+def test_a_tiling_with_the_head_saves_a_launch():
+    parts = kernels.weight_parts(packed_network("cuda"), SHAPE)
+    last = dataclasses.replace(tilings.default_tiling(SHAPE.blocks[-1], 64, "cuda"), head=True)
+    for given, launches in ((None, 5), ((None, None, None, last), 4)):
+        calls = kernels.block_calls(kernels.ARGUMENT, 2, mx.float32, parts, SHAPE, "cuda", given)
+        assert len(calls) == launches
+        assert calls[-1].output_shapes == ((2, SHAPE.classes),)
+
+
 @needs_host
 def test_block_refuses_weights_of_another_size():
     with pytest.raises(ValueError, match="weights must be 1376 float32"):

@@ -4,6 +4,8 @@ Activations are (N, H, W, C). Weights come folded (BatchNorm is in them) and pac
 launch, in the order the text reads.
 """
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from kernels.launcher import Call, Kernel, Output, default_target, launch
@@ -17,6 +19,9 @@ HEAD = Kernel(
     inputs=("x", "weights"),
     outputs=("y",),
     headers=("scratch_threadgroup.metal", "head_phase.metal"),
+)
+BLOCK_HEAD = Kernel(
+    "block_head", inputs=("x", "weights"), outputs=("y",), headers=(*PHASES, "head_phase.metal")
 )
 TYPES = (mx.float32, mx.float16)
 
@@ -139,6 +144,43 @@ def block_call(
         output_shapes=((batch, shape.out_height, shape.out_width, shape.outputs),),
         output_dtypes=(dtype,),
         threadgroup_bytes=tiling.scratch_bytes(shape),
+    )
+
+
+def block_head_call(
+    x: mx.array | Output,
+    batch: int,
+    dtype: mx.Dtype,
+    weights: mx.array,
+    shape: BlockShape,
+    outputs: int,
+    tiling: Tiling,
+    target: str,
+) -> Call:
+    """The launch of `block` and then `head` on `batch` images of type `dtype`.
+
+    weights: those of both, one after the other. The tiling's rows must be all and its splits 1.
+    """
+    size, (_, parts) = packed_size(shape), head_slices(target)
+    if (tiling.rows, tiling.splits, tiling.staged, shape.stem) != (shape.out_height, 1, False, False):
+        raise ValueError(f"{shape}: the head takes whole images of a block without stem, not {tiling}")
+    if weights.size != size + outputs * (shape.outputs + 1):
+        raise ValueError(f"weights must be pack_block's and pack_head's, got {weights.size}")
+    call = block_call(x, batch, dtype, weights[:size], shape, tiling, target)
+    tiles = -(-shape.out_height * shape.out_width // tiling.pixels)
+    if outputs * parts > tiles * tiling.pixels * (shape.depth + tiling.padding):
+        raise ValueError(f"{outputs} outputs are too many for the scratch of this launch")
+    return replace(
+        call,
+        kernel=BLOCK_HEAD,
+        inputs=(x, weights),
+        template=(
+            *(c for c in call.template if c[0] not in ("ROWS", "SPLITS", "STAGED")),
+            ("CLASSES", outputs),
+            ("PARTS", parts),
+        ),
+        output_shapes=((batch, outputs),),
+        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * shape.outputs,
     )
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 from kernels.blocks import (
     TYPES,
     block_call,
+    block_head_call,
     block_reference,
     head_call,
     head_reference,
@@ -30,6 +31,7 @@ from kernels.tilings import (
     Tiling,
     default_network_tiling,
     default_spread_tiling,
+    default_tiling,
     packed_vectors,
     vector_width,
 )
@@ -98,13 +100,19 @@ def block_calls(
     target: str,
     tilings: Sequence[Tiling | None] | None = None,
 ) -> list[Call]:
-    """The launches of the block level on `batch` images; `parts` as `weight_parts` cuts them."""
+    """The launches of the block level on `batch` images; `parts` as `weight_parts` cuts them.
+
+    One per block and one for the head, unless the last block's tiling says that its launch computes the head.
+    """
     calls: list[Call] = []
+    last = shape.blocks[-1]
     for number, sizes in enumerate(shape.blocks):
         source = x if number == 0 else Output(number - 1)
-        tiling = tilings[number] if tilings else None
+        tiling = (tilings[number] if tilings else None) or default_tiling(sizes, batch, target)
+        if tiling.head and sizes is last:
+            both = mx.concatenate(parts[-2:])
+            return [*calls, block_head_call(source, batch, dtype, both, sizes, shape.classes, tiling, target)]
         calls.append(block_call(source, batch, dtype, parts[number], sizes, tiling, target))
-    last = shape.blocks[-1]
     pixels = last.out_height * last.out_width
     source = Output(len(calls) - 1)
     calls.append(head_call(source, batch, pixels, last.outputs, dtype, parts[-1], shape.classes, target))

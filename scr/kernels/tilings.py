@@ -67,6 +67,7 @@ class Tiling:
     padding: int  # floats between two rows of scratch
     staged: bool = False  # copy the group's weights to scratch first
     kparts: int = 1  # threads that share a tile, each with its part of k: 1, 2 or 4
+    head: bool = False  # of the network's last block: computes the head too, in the same launch
 
     def scratch_bytes(self, shape: BlockShape) -> int:
         """Threadgroup memory of one group."""
@@ -112,7 +113,7 @@ class NetworkTiling:
     run0: int | None = None  # of block 0, which computes the stem for its run; None: run1
     steps2: int | None = None  # of the 7×7 stages; None: steps, and the same for ahead
     ahead2: bool | None = None
-    walk: int | None = None  # groups at most; None: as many as a CUDA GPU has multiprocessors, else one an image
+    walk: int | None = None  # groups at most; None: one for each multiprocessor on CUDA, each image elsewhere
 
     def misfit(self, shapes: tuple[BlockShape, ...], vector: int) -> str | None:
         """Why this tiling does not fit blocks of `shapes`, with vectors of `vector` channels, or None."""
@@ -212,22 +213,29 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
 
     Few images: a GPU waits for weights, so a group per row and part of the channels stages its part at once.
     More: deep steps without a second set of registers. Many: the multiprocessor's load path is the limit,
-    to which a 7×4 tile costs 11 loaded floats per 28 multiply-adds and a 14×4 tile 18 per 56, and runs of
-    pixels save most of what the depthwise phase loads.
+    to which a 7×4 tile costs 11 loaded floats per 28 multiply-adds, a 14×4 tile 18 and a 7×8 tile 15 per 56,
+    and runs of pixels save most of what the depthwise phase loads. Metal's, not timed yet, are those that
+    fit its threadgroup memory.
     """
-    limit = SCRATCH_BYTES if target == "metal" else CUDA_SCRATCH_BYTES
+    cuda = target == "cuda"
+    limit = CUDA_SCRATCH_BYTES if cuda else SCRATCH_BYTES
     wide = shape.out_width > 7
     tile, ahead, most_rows, run = (7, 1), False, 7, 2 if shape.stem else 7
     if batch < 4:
         tile, steps, most_rows, run = (1, 1), 8, 1, 1
     elif batch < 64:
         tile, steps, most_rows = (4 if wide else 2, 1), 32, 1
+    elif wide and batch < 256 and cuda:
+        tile, run = (7, 2), 2 if shape.stem else 14
+        steps, ahead, most_rows = (4, True, 7) if shape.stem else (8, False, 4)
     elif wide:
         steps, most_rows = 16, 2
     elif batch < 256:
         steps, ahead = 8, True
-    elif shape.projected:
-        tile, steps, ahead = (7, 2), 4, True
+    elif cuda and shape.projected and batch < 2048:
+        tile, steps, ahead = (13, 2), 2, True
+    elif cuda or shape.projected:
+        tile, steps, ahead, most_rows = (7, 2), 4, True, 4 if shape.projected else 7
     else:
         tile, steps = (14, 1), 12
     row_bytes = 4 * shape.out_width * (shape.depth + 4)
@@ -265,8 +273,9 @@ def default_network_tiling(shapes: tuple[BlockShape, ...], batch: int, target: s
         vectors = packed_vectors(wide.outputs, "host"), packed_vectors(deep.outputs, "host")
         runs = divisor(wide.out_width, 14), divisor(deep.out_width, 14)
         return NetworkTiling(runs[0], pixels[0], vectors[0], runs[1], pixels[1], vectors[1], 1, False, 1, 0)
+    steps, ahead = (4, True) if target == "cuda" else (8, False)
     return NetworkTiling(
-        divisor(wide.out_width, 14), 14, 1, divisor(deep.out_width, 7), 7, 1, 8, False, 352, 4
+        divisor(wide.out_width, 14), 14, 1, divisor(deep.out_width, 7), 7, 1, steps, ahead, 352, 4
     )
 
 

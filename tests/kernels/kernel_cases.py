@@ -15,6 +15,7 @@ import numpy as np
 
 import kernels
 from kernels import BlockShape, Kernel, NetworkShape, NetworkTiling, Tiling, tilings
+from kernels.blocks import block_head_call
 from kernels.square import square_call
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -298,6 +299,7 @@ RAGGED = (
     (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
 )
 PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2)
+WITH_HEAD = Tiling(7, 1, 7, 13, 2, 8, False, 96, 4, head=True)
 TWO_GROUPS = NetworkTiling(14, 13, 1, 7, 7, 1, 4, True, 384, 4, run0=7, steps2=8, ahead2=False, walk=2)
 
 
@@ -355,6 +357,34 @@ def head_cases() -> Iterator[Case]:
             yield Case("head", f"{'x'.join(map(str, size))}->{outputs}", dtype, call, reference)
 
 
+def block_head_cases() -> Iterator[Case]:
+    """Last blocks with the head: both kinds of skip, tiles that do not divide the pixels, parts of K."""
+    forms = (
+        (BlockShape(7, 7, 48, 48, 1), Tiling(7, 1, 7, 7, 2, 4, True, 96, 4)),
+        (BlockShape(5, 3, 16, 32, 2), Tiling(3, 1, 2, 4, 1, 8, False, 32, 0)),
+        (BlockShape(5, 5, 8, 16, 1), Tiling(5, 1, 1, 7, 2, 2, False, 64, 4, kparts=2)),
+    )
+    for dtype in ("float32", "float16"):
+        for shape, tiling in forms:
+            rng = generator("block_head", shape, dtype)
+            x = values(rng, (3, shape.height, shape.width, shape.channels), dtype)
+            block = BlockWeights.random(shape, rng)
+            matrix, bias = floats(rng.normal(size=(7, shape.outputs))), floats(rng.normal(size=7))
+
+            def call(target: str, x=x, block=block, matrix=matrix, bias=bias, tiling=tiling) -> mx.array:
+                weights = mx.concatenate([block.packed(target), kernels.pack_head(matrix, bias)])
+                call = block_head_call(x, 3, x.dtype, weights, block.shape, bias.size, tiling, target)
+                return kernels.launch(call, target)[0]
+
+            def reference(x=x, block=block, matrix=matrix, bias=bias) -> np.ndarray:
+                return block.apply(exact(x)).mean((1, 2)) @ exact(matrix).T + exact(bias)
+
+            label = (
+                f"3x{shape.height}x{shape.width}x{shape.channels}->{shape.outputs}->7 stride {shape.stride}"
+            )
+            yield Case("block_head", label, dtype, call, reference, ("metal", "cuda"))
+
+
 def network_cases() -> Iterator[Case]:
     """The whole network in one launch, and a block at a time."""
     for dtype in ("float32", "float16"):
@@ -374,10 +404,15 @@ def network_cases() -> Iterator[Case]:
             def two(target: str, x=x, weights=weights) -> mx.array:
                 return kernels.network(x, weights.packed(target), weights.shape, TWO_GROUPS, target)
 
+            def four(target: str, x=x, weights=weights) -> mx.array:
+                with_head = None, None, None, WITH_HEAD
+                return kernels.network_by_blocks(x, weights.packed(target), weights.shape, with_head, target)
+
             for launches, call, targets in (
                 ("one launch", one, TARGETS),
                 ("five launches", five, TARGETS),
                 ("one launch, parts of K", parts, ("metal", "cuda")),
+                ("four launches", four, ("cuda",)),
                 ("one launch, two groups", two, ("metal", "cuda")),
             ):
                 yield Case(
@@ -419,6 +454,7 @@ CASES = tuple(
         causal_conv_cases,
         block_cases,
         head_cases,
+        block_head_cases,
         network_cases,
         spread_cases,
     )

@@ -38,6 +38,7 @@ STEM = case("stem_block 3x9x7x16->32 stride 2")
 HEAD = case("head 3x7x7x192->10")
 NETWORK = case("network 1x28x28x1, one launch")
 WALK = case("network 3x28x28x1, one launch, two groups")
+BLOCK_HEAD = case("block_head 3x5x3x16->32")
 TWO_PARTS = case("block 3x7x7x8->96 stride 1, 2 parts")
 FOUR_PARTS = case("block 3x5x3x16->16 stride 1, 4 parts")
 
@@ -97,6 +98,8 @@ IMAGES = (
     (WALK, "image = threadgroup_position_in_grid.x", "image = 0"),
     (WALK, "(POOL ? row : pixel)", "pixel"),
     (WALK, "if (POOL && stored > 0)", "if (POOL && false)"),
+    (BLOCK_HEAD, "uint(p) < stored", "true"),
+    (BLOCK_HEAD, "rows + TILES * TP * LD", "rows"),
 )
 
 
@@ -109,7 +112,7 @@ def test_missing_check_or_wrong_part_is_caught(case: Case, old: str, new: str):
     assert failed.value.check in RUN_TIME_CHECKS, failed.value  # not because it no longer compiles
 
 
-@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, NETWORK, WALK, TWO_PARTS], ids=str)
+@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, BLOCK_HEAD, NETWORK, WALK, TWO_PARTS], ids=str)
 def test_each_missing_barrier_is_caught(case: Case):
     def check(launch: Launch) -> list[mx.array]:
         sound = build_kernel(launch.text, "thread").read_bytes()
