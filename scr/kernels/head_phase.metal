@@ -19,13 +19,13 @@ template <int PIXELS, int C, int N, int SLICES, int PARTS, typename Scratch, typ
 FUNCTION void linear(Scratch sums, Weights weights, Scratch shares, Output y, uint lid, uint threads) {
   for (uint i = lid; i < uint(N * PARTS); i += threads) {
     const uint n = i / PARTS;
-    float share = 0.0f;
+    vf share = splat(0.0f);
     for (uint c = i % PARTS * VF; c < uint(C); c += PARTS * VF) {
       vf sum = splat(0.0f);
       UNROLL for (int s = 0; s < SLICES; ++s) sum = sum + load_vf(sums + s * C + c);
-      share += metal::dot(sum, load_vf(weights + n * C + c));
+      share = metal::fma(sum, load_vf(weights + n * C + c), share);
     }
-    shares[i] = share;
+    shares[i] = metal::dot(share, splat(1.0f));
   }
   SCRATCH_BARRIER;
   for (uint n = lid; n < uint(N); n += threads) {

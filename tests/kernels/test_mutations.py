@@ -56,7 +56,7 @@ BOUNDS = (
     (CONV, "metal::min(left + COLUMNS, C)", "left + COLUMNS"),
     (BLOCK, "if (y < 0 || y >= H) continue;", ""),
     (BLOCK, "if (x < 0 || x >= W) continue;", ""),
-    (TAIL, "if (uint(p) < kept)\n", "\n"),
+    (TAIL, "if (uint(p) < stored)\n", "\n"),
     (STEM, "y >= 0 && ", ""),
     (STEM, "y < H && ", ""),
     (STEM, "x >= 0 && ", ""),
@@ -86,8 +86,8 @@ PARTS = (
     (TWO_PARTS, "+ part * DEPTH * NEXT;", ";"),
     (TWO_PARTS, "KPARTS > 1 && uint(v) != part", "false"),
     (TWO_PARTS, "row < pixel_tiles ? pixels - pixel : 0", "pixels - pixel"),
-    (FOUR_PARTS, "if (KPARTS == 4) sum", "if (false) sum"),
-    (FOUR_PARTS, "uint(p) < kept && part < 2", "uint(p) < kept"),
+    (FOUR_PARTS, "if (KPARTS == 4) sums", "if (false) sums"),
+    (FOUR_PARTS, "part < 2 ? kept : 0", "kept"),
 )
 
 
