@@ -110,7 +110,7 @@ def block_calls(
         source = x if number == 0 else Output(number - 1)
         tiling = (tilings[number] if tilings else None) or default_tiling(sizes, batch, target)
         if tiling.head and sizes is last:
-            both = mx.concatenate(parts[-2:])
+            both = mx.concatenate(list(parts[-2:]))
             return [*calls, block_head_call(source, batch, dtype, both, sizes, shape.classes, tiling, target)]
         calls.append(block_call(source, batch, dtype, parts[number], sizes, tiling, target))
     pixels = last.out_height * last.out_width
