@@ -180,7 +180,7 @@ def block_head_call(
             ("PARTS", parts),
         ),
         output_shapes=((batch, outputs),),
-        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * shape.outputs,
+        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * tiling.kparts * shape.outputs,
     )
 
 

@@ -3,8 +3,8 @@
 // the centre tap, which is the skip's input, is copied beside it: K = 2C instead of C.
 //
 // Work per output value: 9 multiply-adds and a max. A thread takes VF channels of RUN neighbouring pixels,
-// so that it loads the taps once and each input of the run once per row. Rows stay a loop for long
-// runs: with those unrolled, the text outgrows a GPU's instruction cache.
+// so that it loads the taps once and each input of the run once per row. Edges are asked for only where a run
+// can touch them: without a branch between its columns, the compiler loads ahead.
 
 // Activations (H, W, C) in memory.
 template <typename Pointer, int W, int C>
@@ -63,8 +63,9 @@ FUNCTION void pad_image(Image image, Scratch padded, int top, uint lid, uint thr
 template <int H, int W, int C, int STRIDE, int ROWS, int RUN, int LD, bool COPY, typename Source,
           typename Weights, typename Scratch>
 FUNCTION void depthwise(Source source, Weights weights, Scratch rows, int top_row, uint lid, uint threads) {
-  constexpr int WIDTH = (W - 1) / STRIDE + 1, RUNS = WIDTH / RUN, VECTORS = C / VF;
-  constexpr int AT_ONCE = RUN > 2 ? 1 : 3;
+  constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1;
+  constexpr int RUNS = WIDTH / RUN, VECTORS = C / VF;
+  constexpr int LAST = W - (WIDTH - RUN) * STRIDE;  // input column of every run that is inside the image
   for (uint i = lid; i < uint(ROWS * RUNS * VECTORS); i += threads) {
     const uint c = i % VECTORS * VF;
     const int column = i / VECTORS % RUNS * RUN, row = i / (VECTORS * RUNS);
@@ -73,19 +74,17 @@ FUNCTION void depthwise(Source source, Weights weights, Scratch rows, int top_ro
     vf taps[9], sums[RUN];
     UNROLL for (int t = 0; t < 9; ++t) taps[t] = load_vf(weights + t * C + c);
     UNROLL for (int r = 0; r < RUN; ++r) sums[r] = load_vf(weights + 9 * C + c);
-    UNROLL_BY(AT_ONCE) for (int dy = 0; dy < 3; ++dy) {
-      vf now[3];
-      UNROLL for (int t = 0; t < 9; ++t) (t < 3 ? now[t] : taps[t - 3]) = taps[t];  // the next row moves up
+    UNROLL for (int dy = 0; dy < 3; ++dy) {
       const int y = (top_row + row) * STRIDE + dy - 1;
-      if (y < 0 || y >= H) continue;
+      if ((dy == 0 && y < 0) || ((dy == 2 || HEIGHT % ROWS != 0) && y >= H)) continue;
       UNROLL for (int j = 0; j < STRIDE * (RUN - 1) + 3; ++j) {  // the input columns that the run touches
         const int x = column * STRIDE + j - 1;
-        if (x < 0 || x >= W) continue;
+        if ((j == 0 && x < 0) || (j > LAST && x >= W)) continue;
         const vf value = value_at(here, y, x);
         UNROLL for (int dx = 0; dx < 3; ++dx) {
           const int r = (j - dx) / STRIDE;  // the output that sees this column under tap dx, if any does
           if (j < dx || (j - dx) % STRIDE != 0 || r >= RUN) continue;
-          sums[r] = metal::fma(value, now[dx], sums[r]);
+          sums[r] = metal::fma(value, taps[3 * dy + dx], sums[r]);
           if (COPY && dy == 1 && dx == 1) store_vf(pixel + r * LD + C, value);
         }
       }

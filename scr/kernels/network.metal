@@ -19,7 +19,7 @@
 constexpr int H1 = (H + 1) / 2, H2 = (H1 + 1) / 2, P1 = H1 * H1, P2 = H2 * H2;
 constexpr int LD0 = 2 * C0 + PAD, LD1 = C1 + PAD, LD2 = 2 * C1 + PAD, LD3 = C2 + PAD;
 constexpr int R1 = (P1 + TP1 - 1) / TP1 * TP1, R2 = (P2 + TP2 - 1) / TP2 * TP2;  // whole tiles
-constexpr int TILES2 = (P2 + TP2 - 1) / TP2, POOLED = P2 * C2 + TILES2 * C2;
+constexpr int SUMS2 = (P2 + TP2 - 1) / TP2 * KPARTS2, POOLED = P2 * C2 + SUMS2 * C2;
 constexpr int ACTIVATIONS = P1 * C1 > POOLED ? P1 * C1 : POOLED;
 constexpr int ROWS1 = R1 * (LD0 > LD1 ? LD0 : LD1), ROWS2 = R2 * (LD2 > LD3 ? LD2 : LD3);
 SCRATCH_ARRAY(a, ACTIVATIONS + (ROWS1 > ROWS2 ? ROWS1 : ROWS2));
@@ -53,5 +53,5 @@ for (uint image = threadgroup_position_in_grid.x; image < batch; image += WALK) 
               (C2 + 1) * CLASSES>(deep, w, a, sums, rows, rows, 0, 0, lid, threads);
   SCRATCH_BARRIER;
   w += 10 * C2 + (C2 + 1) * C2;
-  linear<P2, C2, CLASSES, TILES2, PARTS>(sums, w, rows, y + image * CLASSES, lid, threads);
+  linear<P2, C2, CLASSES, SUMS2, PARTS>(sums, w, rows, y + image * CLASSES, lid, threads);
 }

@@ -268,7 +268,8 @@ def _kept_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
     """What a group of network.metal keeps between products: activations, at last with the sums of tiles."""
     last = shape.blocks[-1]
     pixels = last.out_height * last.out_width
-    return max(prod(_activations(shape)), (pixels + -(-pixels // tiling.pixels2)) * last.outputs)
+    sums = -(-pixels // tiling.pixels2) * tiling.kparts2
+    return max(prod(_activations(shape)), (pixels + sums) * last.outputs)
 
 
 def network(

@@ -117,7 +117,5 @@ FUNCTION void grid_barrier(const uint* arrivals, uint groups) {
   __syncthreads();
 }
 
-// Before a loop with a constant number of turns: write all of them out, or so many.
+// Before a loop with a constant number of turns.
 #define UNROLL _Pragma("unroll")
-#define PRAGMA(text) _Pragma(#text)
-#define UNROLL_BY(turns) PRAGMA(unroll (turns))

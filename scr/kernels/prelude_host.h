@@ -106,4 +106,3 @@ FUNCTION vf simd_shuffle_xor(vf given, uint) {
 #else
 #define UNROLL _Pragma("GCC unroll 64")
 #endif
-#define UNROLL_BY(turns) UNROLL

@@ -44,7 +44,5 @@ FUNCTION void finish_copies() {}
 // Asks for memory that is loaded later, where that can be told.
 FUNCTION void prefetch(const device void*) {}
 
-// Before a loop with a constant number of turns: write all of them out, or so many.
+// Before a loop with a constant number of turns.
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define PRAGMA(text) _Pragma(#text)
-#define UNROLL_BY(turns) PRAGMA(clang loop unroll_count(turns))

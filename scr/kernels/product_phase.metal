@@ -13,10 +13,10 @@
 //            load neighbouring vectors (GPU). Eight threads, whose 16-byte loads a GPU serves at once, keep
 //            to one line of weights: where there are 4 tiles more than a multiple of 8, they take 4 tiles of
 //            channels for two of pixels
-// KPARTS > 1 (GPUs, NV = 2, whole SIMD groups): so many threads of a SIMD group share a tile, each with its
-// part of K, which makes threads for large tiles of few pixels. They swap sums: the first part finishes the
-// first vector of each pixel, the second part the second.
-// With POOL, y is [pixel tile][CHANNELS]: of each tile only the sum over its pixels is stored.
+// KPARTS = 2 (GPUs, whole SIMD groups): two threads of a SIMD group share a tile, each with half of K, which
+// makes threads for large tiles of few pixels. They swap sums: the first finishes the first half of the pixels,
+// the second the others.
+// With POOL, y is [pixel tile][KPARTS][CHANNELS]: only the sum over the pixels that a thread finishes is stored.
 // Pixels past `pixels` are computed from whatever scratch holds and dropped. x may be y: a thread reads only
 // what it then overwrites.
 template <int K, int LD, int CHANNELS, int ROW, int N, int TP, int NV, int KPARTS, int STEPS, bool AHEAD,
@@ -29,7 +29,7 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
   constexpr uint NEXT = PACKED ? TILE : ROW;        // from one k to the next
   constexpr uint DOWN = !PACKED && TILES % 8 == 4 ? 2 : 1, ACROSS = DOWN == 2 ? 4 : TILES;
   constexpr uint SIMD = 32, LANES = SIMD / KPARTS;  // threads of a SIMD group that have the same part
-  constexpr int DEPTH = K / KPARTS;
+  constexpr int DEPTH = K / KPARTS, OWN = (TP + KPARTS - 1) / KPARTS;  // of K and of the tile's pixels
   // Two turns in one, so that no register moves from next to now; not where that would make loads of rows wider.
   constexpr int TWICE = AHEAD && STEPS % VF == 0 && DEPTH / STEPS % 2 == 0 ? 2 : 1;
   const uint pixel_tiles = (pixels + TP - 1) / TP, tiles = (pixel_tiles + DOWN - 1) / DOWN * DOWN * TILES;
@@ -48,7 +48,7 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
     UNROLL for (int p = 0; p < TP; ++p)
       UNROLL for (int v = 0; v < NV; ++v) {
         sums[p][v] = splat(0.0f);
-        if (KPARTS > 1 && uint(v) != part) continue;
+        if (KPARTS > 1 && uint(p / OWN) != part) continue;
         sums[p][v] = load_vf(bias + channel + v * APART);
         if (IDENTITY && uint(p) < kept)
           sums[p][v] = sums[p][v] + load_vf(x + (pixel + p) * N + channel + v * APART);
@@ -70,28 +70,26 @@ FUNCTION void product(Scratch rows, Weights weights, Bias bias, Input x, Output 
               sums[p][v] =
                   metal::fma(splat(values[p * LD + k + s]), AHEAD ? now[s][v] : next[s][v], sums[p][v]);
       }
-    if (KPARTS > 1) {
-      const bool second = part % 2 == 1;
-      UNROLL for (int p = 0; p < TP; ++p) {
-        const vf own = second ? sums[p][NV - 1] : sums[p][0], given = second ? sums[p][0] : sums[p][NV - 1];
-        sums[p][0] = own + metal::simd_shuffle_xor(given, LANES);
-        if (KPARTS == 4) sums[p][0] = sums[p][0] + metal::simd_shuffle_xor(sums[p][0], 2 * LANES);
-      }
-    }
-    const uint stored = part < 2 ? kept : 0;
-    const Output here = y + (POOL ? row : pixel) * N + channel + part * APART;
+    if (KPARTS > 1)
+      UNROLL for (int p = 0; p < OWN; ++p)
+        UNROLL for (int v = 0; v < NV; ++v) {
+          const vf one = sums[p][v], other = sums[p + OWN < TP ? p + OWN : TP - 1][v];
+          sums[p][v] = (part == 0 ? one : other) + metal::simd_shuffle_xor(part == 0 ? other : one, LANES);
+        }
+    const uint first = part * OWN, end = metal::min(kept, uint(TP)), stored = end > first ? end - first : 0;
+    const Output here = y + (POOL ? row * KPARTS + part : pixel + first) * N + channel;
     vf pooled[NV];
     UNROLL for (int v = 0; v < NV; ++v) pooled[v] = splat(0.0f);
-    UNROLL for (int p = 0; p < TP; ++p)
+    UNROLL for (int p = 0; p < OWN; ++p)
       if (uint(p) < stored)
-        UNROLL for (int v = 0; v < (KPARTS == 1 ? NV : 1); ++v) {
+        UNROLL for (int v = 0; v < NV; ++v) {
           const vf value = metal::max(sums[p][v], splat(0.0f));
           if (POOL)
             pooled[v] = pooled[v] + value;
           else
             store_vf(here + p * N + v * APART, value);
         }
-    if (POOL && stored > 0)
-      UNROLL for (int v = 0; v < (KPARTS == 1 ? NV : 1); ++v) store_vf(here + v * APART, pooled[v]);
+    if (POOL && kept > 0)
+      UNROLL for (int v = 0; v < NV; ++v) store_vf(here + v * APART, pooled[v]);
   }
 }

@@ -66,7 +66,7 @@ class Tiling:
     threads: int  # per group; 1 on the host
     padding: int  # floats between two rows of scratch
     staged: bool = False  # copy the group's weights to scratch first
-    kparts: int = 1  # threads that share a tile, each with its part of k: 1, 2 or 4
+    kparts: int = 1  # threads that share a tile, each with its part of k: 1 or 2
     head: bool = False  # of the network's last block: computes the head too, in the same launch
 
     def scratch_bytes(self, shape: BlockShape) -> int:
@@ -83,12 +83,12 @@ class Tiling:
             return f"channels must be multiples of {vector} and outputs of {tile}"
         if shape.out_width % self.run:
             return f"a run of {self.run} does not divide {shape.out_width} columns"
-        if self.kparts not in (1, 2, 4):
-            return f"k is cut into 1, 2 or 4 parts, not {self.kparts}"
+        if self.kparts not in (1, 2):
+            return f"k is cut into 1 or 2 parts, not {self.kparts}"
         if shape.depth % (self.steps * self.kparts):
             return f"{self.kparts} parts of {self.steps} steps do not divide a depth of {shape.depth}"
-        if self.kparts > 1 and (self.vectors != 2 or self.threads % SIMD_THREADS or vector != GPU_VECTOR):
-            return f"{self.kparts} parts of k need tiles of 2 vectors and whole SIMD groups of a GPU"
+        if self.kparts > 1 and (self.threads % SIMD_THREADS or vector != GPU_VECTOR):
+            return f"{self.kparts} parts of k need whole SIMD groups of a GPU"
         if self.padding % GPU_VECTOR:
             return f"a padding of {self.padding} leaves rows of scratch unaligned"
         return None

@@ -295,10 +295,10 @@ RAGGED = (
     (BlockShape(5, 3, 8, 8, 1), Tiling(2, 1, 3, 4, 2, 2, True, 96, 0, staged=True)),
     # Parts of K on neighbouring threads: of 7 pixel tiles two at a time, of a residual, of a stem.
     (BlockShape(7, 7, 8, 96, 1), Tiling(7, 1, 7, 7, 2, 4, False, 128, 4, kparts=2)),
-    (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 2, 2, True, 32, 4, staged=True, kparts=4)),
+    (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 1, 2, True, 32, 4, staged=True, kparts=2)),
     (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
 )
-PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 2, 2, False, 384, 4, kparts1=2, kparts2=4, run0=2)
+PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 1, 4, True, 384, 4, kparts1=2, kparts2=2, run0=7)
 WITH_HEAD = Tiling(7, 1, 7, 13, 2, 8, False, 96, 4, head=True)
 TWO_GROUPS = NetworkTiling(14, 13, 1, 7, 7, 1, 4, True, 384, 4, run0=7, steps2=8, ahead2=False, walk=2)
 

@@ -40,7 +40,7 @@ NETWORK = case("network 1x28x28x1, one launch")
 WALK = case("network 3x28x28x1, one launch, two groups")
 BLOCK_HEAD = case("block_head 3x5x3x16->32")
 TWO_PARTS = case("block 3x7x7x8->96 stride 1, 2 parts")
-FOUR_PARTS = case("block 3x5x3x16->16 stride 1, 4 parts")
+HEAD_IN_PARTS = case("block_head 3x5x5x8->16")
 
 BOUNDS = (
     # (case, check in the text, what is left of it)
@@ -54,8 +54,11 @@ BOUNDS = (
     (CONV, "t >= back ? float(x[at - back * C + c]) : 0.0f", "float(x[at - back * C + c])"),
     (CONV, "metal::min(first + ROWS, L)", "first + ROWS"),
     (CONV, "metal::min(left + COLUMNS, C)", "left + COLUMNS"),
-    (BLOCK, "if (y < 0 || y >= H) continue;", ""),
-    (BLOCK, "if (x < 0 || x >= W) continue;", ""),
+    (BLOCK, "(dy == 0 && y < 0)", "false"),
+    (BLOCK, "&& y >= H)", "&& false)"),
+    (TAIL, "dy == 2 || HEIGHT % ROWS != 0", "dy == 2"),
+    (BLOCK, "(j == 0 && x < 0)", "false"),
+    (BLOCK, "(j > LAST && x >= W)", "false"),
     (TAIL, "if (uint(p) < stored)\n", "\n"),
     (STEM, "y >= 0 && ", ""),
     (STEM, "y < H && ", ""),
@@ -79,15 +82,18 @@ def mutated(launch: Launch, old: str, new: str, number: int | None = None) -> La
 PARTS = (
     # (case, how the parts of K find each other, an error in it)
     (TWO_PARTS, "(tiles * KPARTS + threads - 1) / threads * threads", "tiles * KPARTS"),
-    (TWO_PARTS, "own + metal::simd_shuffle_xor(given, LANES)", "own"),
-    (TWO_PARTS, "simd_shuffle_xor(given, LANES)", "simd_shuffle_xor(given, LANES / 2)"),
-    (TWO_PARTS, "const bool second = part % 2 == 1", "const bool second = part % 2 == 0"),
+    (TWO_PARTS, "+ metal::simd_shuffle_xor(part == 0 ? other : one, LANES)", ""),
+    (TWO_PARTS, "other : one, LANES)", "other : one, LANES / 2)"),
+    (TWO_PARTS, "(part == 0 ? one : other)", "(part == 1 ? one : other)"),
+    (TWO_PARTS, "part == 0 ? other : one", "part == 1 ? other : one"),
     (TWO_PARTS, "+ part * DEPTH;", ";"),
     (TWO_PARTS, "+ part * DEPTH * NEXT;", ";"),
-    (TWO_PARTS, "KPARTS > 1 && uint(v) != part", "false"),
+    (TWO_PARTS, "KPARTS > 1 && uint(p / OWN) != part", "false"),
     (TWO_PARTS, "row < pixel_tiles ? pixels - pixel : 0", "pixels - pixel"),
-    (FOUR_PARTS, "if (KPARTS == 4) sums", "if (false) sums"),
-    (FOUR_PARTS, "part < 2 ? kept : 0", "kept"),
+    (TWO_PARTS, "metal::min(kept, uint(TP))", "kept"),
+    (TWO_PARTS, "pixel + first)", "pixel)"),
+    (HEAD_IN_PARTS, "row * KPARTS + part", "row"),
+    (HEAD_IN_PARTS, "if (POOL && kept > 0)", "if (POOL && stored > 0)"),
 )
 
 
@@ -96,8 +102,8 @@ IMAGES = (
     (WALK, "image < batch", "image <= batch"),
     (WALK, "image += WALK", "image += WALK + 1"),
     (WALK, "image = threadgroup_position_in_grid.x", "image = 0"),
-    (WALK, "(POOL ? row : pixel)", "pixel"),
-    (WALK, "if (POOL && stored > 0)", "if (POOL && false)"),
+    (WALK, "(POOL ? row * KPARTS + part :", "(false ? 0 :"),
+    (WALK, "if (POOL && kept > 0)", "if (POOL && false)"),
     (BLOCK_HEAD, "uint(p) < stored", "true"),
     (BLOCK_HEAD, "rows + TILES * TP * LD", "rows"),
 )
