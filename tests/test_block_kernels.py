@@ -213,12 +213,6 @@ def test_a_tiling_that_does_not_fit_is_refused_with_the_reason():
     assert "does not divide 6 columns" in Tiling(1, 1, 4, 1, 1, 1, False, 32, 4).misfit(shape, 4)
     assert "do not divide a depth of 32" in Tiling(1, 1, 1, 1, 1, 5, False, 32, 4).misfit(shape, 4)
     assert "unaligned" in Tiling(1, 1, 1, 1, 1, 1, False, 32, 2).misfit(shape, 4)
-    parts = Tiling(1, 1, 1, 1, 2, 4, False, 64, 4, kparts=2)
-    assert parts.misfit(shape, 4) is None
-    assert "not 3" in dataclasses.replace(parts, kparts=3).misfit(shape, 4)
-    assert "2 parts of 32 steps do not divide" in dataclasses.replace(parts, steps=32).misfit(shape, 4)
-    assert "whole SIMD groups" in dataclasses.replace(parts, threads=48).misfit(shape, 4)
-    assert "of a GPU" in parts.misfit(shape, 8)
 
 
 @needs_host

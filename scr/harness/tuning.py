@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,16 @@ def _search_one(
     result that is right on these stands in.
     """
     shapes = mlx_model.SHAPE.blocks
-    candidates: list[AnyTiling] = (
-        [*tilings.network_candidates(shapes, step.batch, launches.target)]
-        if step.block is None
-        else [*tilings.block_candidates(shapes[step.block], step.batch, launches.target)]
-    )
+    candidates: list[AnyTiling]
+    if step.block is None:
+        candidates = [*tilings.network_candidates(shapes, step.batch, launches.target)]
+    else:
+        shape = shapes[step.block]
+        cuts = tilings.block_candidates(shape, step.batch, launches.target)
+        if shape is shapes[-1] and launches.target != "host":  # with the head in the same launch
+            whole = [cut for cut in cuts if (cut.rows, cut.splits) == (shape.out_height, 1)]
+            cuts += [replace(cut, head=True) for cut in whole if not cut.staged]
+        candidates = [*cuts]
     dtype = str(x.dtype).removeprefix("mlx.core.")
     forwards: dict[Any, Callable[[], mx.array]] = {}
     screened: dict[Any, float] = {}

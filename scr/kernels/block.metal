@@ -5,7 +5,7 @@
 //            read through caches, and a conversion in the inner loop costs more than the bytes it saves
 //
 // Constants: H W C N STRIDE; SKIP: the skip is a convolution, so K = 2C, else the identity and K = C;
-// tiling: ROWS SPLITS RUN TP NV KPARTS STEPS AHEAD PACKED STAGED, and LD, the row stride of scratch (padded against
+// tiling: ROWS SPLITS RUN TP NV STEPS AHEAD PACKED STAGED, and LD, the row stride of scratch (padded against
 // bank conflicts).
 // Group: one image's strip of ROWS output rows, part `split` of its channels. Phases: depthwise, product.
 //
@@ -25,6 +25,6 @@ const uint group = threadgroup_position_in_grid.x, image = group / (SPLITS * STR
 const uint strip = group / SPLITS % STRIPS, split = group % SPLITS;
 
 const Stored<const device T*, W, C> source = {x + ulong(image) * (H * W * C)};
-block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, KPARTS, STEPS, AHEAD, PACKED, STAGED, false, 0>(
+block_strip<H, W, C, N, STRIDE, SKIP, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED, STAGED, false, 0>(
     source, weights, source.values, y + ulong(image) * (HEIGHT * WIDTH * N), rows, staged, strip, split,
     thread_position_in_threadgroup.x, threads_per_threadgroup.x);

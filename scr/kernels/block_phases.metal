@@ -5,8 +5,6 @@ FUNCTION void warm(Pointer values, uint lid, uint threads) {
   for (uint i = lid * LINE; i < uint(COUNT); i += threads * LINE) prefetch(values + i);
 }
 
-constant constexpr int WARM = 9216;  // floats of a matrix to ask for: 36 KB, which a first-level cache takes
-
 // A block's two phases on one strip of output rows and one part of its channels: what a group does in
 // block.metal, and what the network kernels do one block after the other.
 //
@@ -20,7 +18,7 @@ constant constexpr int WARM = 9216;  // floats of a matrix to ask for: 36 KB, wh
 // reads; then a phase asks for what its successor reads, so that it does not start by waiting for memory. It pays
 // where a multiprocessor has one group.
 template <int H, int W, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int RUN, int LD, int TP,
-          int NV, int KPARTS, int STEPS, bool AHEAD, bool PACKED, bool STAGED, bool POOL, int AFTER,
+          int NV, int STEPS, bool AHEAD, bool PACKED, bool STAGED, bool POOL, int AFTER,
           typename Source, typename Weights, typename Input, typename Output>
 FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, ScratchPointer rows,
                           ScratchPointer staged, uint strip, uint split, uint lid, uint threads) {
@@ -34,16 +32,15 @@ FUNCTION void block_strip(Source source, Weights weights, Input x, Output y, Scr
   if (STAGED)
     for (uint i = lid; i < K * VECTORS; i += threads)
       copy_vf(staged + i * VF, matrix + i / VECTORS * N + i % VECTORS * VF);
-  if (AFTER > 0) warm<WARM < K * N ? WARM : K * N>(matrix, lid, threads);
   depthwise<H, W, C, STRIDE, ROWS, RUN, LD, SKIP>(source, weights, rows, top_row, lid, threads);
   if (STAGED) finish_copies();
   warm<AFTER>(weights + 10 * C + (K + 1) * N, lid, threads);
   SCRATCH_BARRIER;
   if (STAGED)
-    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, KPARTS, STEPS, AHEAD, PACKED, !SKIP, POOL>(
+    product<K, LD, CHANNELS, CHANNELS, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP, POOL>(
         rows, staged, bias, residual, y + first, pixels, lid, threads);
   else
-    product<K, LD, CHANNELS, N, N, TP, NV, KPARTS, STEPS, AHEAD, PACKED, !SKIP, POOL>(
+    product<K, LD, CHANNELS, N, N, TP, NV, STEPS, AHEAD, PACKED, !SKIP, POOL>(
         rows, matrix, bias, residual, y + first, pixels, lid, threads);
 }
 
@@ -57,7 +54,7 @@ FUNCTION void block_of_all(const device T* x, Weights weights, device T* y, Scra
   for (uint i = group; i < batch * (STRIPS * SPLITS); i += groups) {
     const uint image = i / (STRIPS * SPLITS), strip = i / SPLITS % STRIPS;
     const Stored<const device T*, H, C> source = {x + ulong(image) * (H * H * C)};
-    block_strip<H, H, C, N, STRIDE, SKIP, ROWS, SPLITS, 1, LD, TP, 1, 1, STEPS, AHEAD, false, STAGED,
+    block_strip<H, H, C, N, STRIDE, SKIP, ROWS, SPLITS, 1, LD, TP, 1, STEPS, AHEAD, false, STAGED,
                 false, 0>(source, weights, source.values, y + ulong(image) * (HEIGHT * HEIGHT * N), rows,
                           rows + PIXELS * LD, strip, i % SPLITS, lid, threads);
     SCRATCH_BARRIER;

@@ -133,7 +133,6 @@ def block_call(
             ("LD", shape.depth + tiling.padding),
             ("TP", tiling.pixels),
             ("NV", tiling.vectors),
-            ("KPARTS", tiling.kparts),
             ("STEPS", tiling.steps),
             ("AHEAD", tiling.ahead),
             ("PACKED", target == "host"),
@@ -180,7 +179,7 @@ def block_head_call(
             ("PARTS", parts),
         ),
         output_shapes=((batch, outputs),),
-        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * tiling.kparts * shape.outputs,
+        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * shape.outputs,
     )
 
 

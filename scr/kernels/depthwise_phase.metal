@@ -50,12 +50,21 @@ FUNCTION vf value_at(Stem<Pointer, Weights, W, C> source, int y, int x) {
   return metal::max(sum, splat(0.0f));
 }
 
-// Copy `ROWS` rows of an (H, W) image, from row `top` on, into scratch with a border of one zero.
+// Copy `ROWS` rows of an (H, W) image, from row `top` on, into scratch with a border of one zero. A thread loads
+// several pixels before it stores them, so that it waits for memory once.
 template <int H, int W, int ROWS, typename Image, typename Scratch>
 FUNCTION void pad_image(Image image, Scratch padded, int top, uint lid, uint threads) {
-  for (uint i = lid; i < uint((ROWS + 2) * (W + 2)); i += threads) {
-    const int y = top - 1 + int(i / (W + 2)), x = int(i % (W + 2)) - 1;
-    padded[i] = y >= 0 && y < H && x >= 0 && x < W ? float(image[y * W + x]) : 0.0f;
+  constexpr int AT_ONCE = 4;
+  constexpr uint COUNT = (ROWS + 2) * (W + 2);
+  for (uint start = lid; start < COUNT; start += AT_ONCE * threads) {
+    float values[AT_ONCE];
+    UNROLL for (int n = 0; n < AT_ONCE; ++n) {
+      const uint i = start + n * threads;
+      const int y = top - 1 + int(i / (W + 2)), x = int(i % (W + 2)) - 1;
+      values[n] = i < COUNT && y >= 0 && y < H && x >= 0 && x < W ? float(image[y * W + x]) : 0.0f;
+    }
+    UNROLL for (int n = 0; n < AT_ONCE; ++n)
+      if (start + n * threads < COUNT) padded[start + n * threads] = values[n];
   }
 }
 

@@ -5,21 +5,21 @@
 //            head.metal, one after the other
 //
 // Constants: H, C0 stem channels, C1 channels of blocks 0 and 1, C2 of blocks 2 and 3, CLASSES; tiling as in
-// block.metal: RUN0 for block 0, RUN1 for block 1, TP1 NV1 KPARTS1 STEPS1 AHEAD1 for both, RUN2 TP2 NV2 KPARTS2
-// STEPS2 AHEAD2 for blocks 2 and 3, PACKED, PAD (row padding of scratch); PARTS as in head.metal. A group takes
-// every WALK-th image: with as many groups as a GPU runs at once, one image's end overlaps the next one's load.
+// block.metal: RUN0 for block 0, RUN1 for block 1, TP1 NV1 STEPS1 AHEAD1 for both, RUN2 TP2 NV2 STEPS2 AHEAD2 for
+// blocks 2 and 3, PACKED, PAD (row padding of scratch); PARTS as in head.metal. A group takes every WALK-th image:
+// with as many groups as a GPU runs at once, one image's end overlaps the next one's load.
 //
 // Work: 15.9 MFLOP per image by the usual count, 16.3 with what the stem is computed twice.
 // Bytes: sizeof(T)·(H² + CLASSES) per image; 415 KB of weights, read by every group through the caches.
 // Scratch: 4·(P1·C1 + P1·(2·C0 + PAD)) = 154 KB: a block's activations and its product's rows, whose product
 // overwrites the activations in place; only block 3's goes behind them, already pooled by tile. Beyond Metal's
 // 32 KB: there scratch is device memory (SCRATCH_ARRAY).
-// Default tiling (tilings.py): on GPUs 14×4 and 7×4 tiles, which divide the images and give 336 of 352 threads one
-// tile each, and runs of a whole row; on CPUs as block.metal's.
+// Default tiling (tilings.py): on CUDA 13×4 and 7×4 tiles, which give 384 and 336 of 384 threads one each, so that a
+// multiprocessor's four schedulers have three warps each; on Metal, not timed, 14×4 and 7×4; on CPUs as block.metal's.
 constexpr int H1 = (H + 1) / 2, H2 = (H1 + 1) / 2, P1 = H1 * H1, P2 = H2 * H2;
 constexpr int LD0 = 2 * C0 + PAD, LD1 = C1 + PAD, LD2 = 2 * C1 + PAD, LD3 = C2 + PAD;
 constexpr int R1 = (P1 + TP1 - 1) / TP1 * TP1, R2 = (P2 + TP2 - 1) / TP2 * TP2;  // whole tiles
-constexpr int SUMS2 = (P2 + TP2 - 1) / TP2 * KPARTS2, POOLED = P2 * C2 + SUMS2 * C2;
+constexpr int TILES2 = (P2 + TP2 - 1) / TP2, POOLED = P2 * C2 + TILES2 * C2;
 constexpr int ACTIVATIONS = P1 * C1 > POOLED ? P1 * C1 : POOLED;
 constexpr int ROWS1 = R1 * (LD0 > LD1 ? LD0 : LD1), ROWS2 = R2 * (LD2 > LD3 ? LD2 : LD3);
 SCRATCH_ARRAY(a, ACTIVATIONS + (ROWS1 > ROWS2 ? ROWS1 : ROWS2));
@@ -34,24 +34,24 @@ for (uint image = threadgroup_position_in_grid.x; image < batch; image += WALK) 
   pad_image<H, H, 2 * H1 + 1>(x + ulong(image) * (H * H), a, -1, lid, threads);
   SCRATCH_BARRIER;
   const Stem<ScratchPointer, const device float*, H, C0> stem = {a, weights, -1};
-  block_strip<H, H, C0, C1, 2, true, H1, 1, RUN0, LD0, TP1, NV1, KPARTS1, STEPS1, AHEAD1, PACKED, false, false,
+  block_strip<H, H, C0, C1, 2, true, H1, 1, RUN0, LD0, TP1, NV1, STEPS1, AHEAD1, PACKED, false, false,
               10 * C1>(stem, w, a, a, rows, rows, 0, 0, lid, threads);
   SCRATCH_BARRIER;
   const Stored<ScratchPointer, H1, C1> wide = {a};
   w += 10 * C0 + (2 * C0 + 1) * C1;
-  block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, KPARTS1, STEPS1, AHEAD1, PACKED, false, false,
+  block_strip<H1, H1, C1, C1, 1, false, H1, 1, RUN1, LD1, TP1, NV1, STEPS1, AHEAD1, PACKED, false, false,
               10 * C1>(wide, w, a, a, rows, rows, 0, 0, lid, threads);
   SCRATCH_BARRIER;
   w += 10 * C1 + (C1 + 1) * C1;
-  block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, KPARTS2, STEPS2, AHEAD2, PACKED, false, false,
+  block_strip<H1, H1, C1, C2, 2, true, H2, 1, RUN2, LD2, TP2, NV2, STEPS2, AHEAD2, PACKED, false, false,
               10 * C2>(wide, w, a, a, rows, rows, 0, 0, lid, threads);
   SCRATCH_BARRIER;
   const Stored<ScratchPointer, H2, C2> deep = {a};
   w += 10 * C1 + (2 * C1 + 1) * C2;
   if (batch - image > WALK) warm<H * H>(x + ulong(image + WALK) * (H * H), lid, threads);
-  block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, KPARTS2, STEPS2, AHEAD2, PACKED, false, true,
+  block_strip<H2, H2, C2, C2, 1, false, H2, 1, RUN2, LD3, TP2, NV2, STEPS2, AHEAD2, PACKED, false, true,
               (C2 + 1) * CLASSES>(deep, w, a, sums, rows, rows, 0, 0, lid, threads);
   SCRATCH_BARRIER;
   w += 10 * C2 + (C2 + 1) * C2;
-  linear<P2, C2, CLASSES, SUMS2, PARTS>(sums, w, rows, y + image * CLASSES, lid, threads);
+  linear<P2, C2, CLASSES, TILES2, PARTS>(sums, w, rows, y + image * CLASSES, lid, threads);
 }

@@ -32,7 +32,7 @@ for (uint i = group; i < batch * (STRIPS0 * SPLITS0); i += groups) {
   pad_image<H, H, 2 * ROWS0 + 1>(x + ulong(image) * (H * H), padded, top, lid, threads);
   SCRATCH_BARRIER;
   const Stem<ScratchPointer, const device float*, H, C0> stem = {padded, weights, top};
-  block_strip<H, H, C0, C1, 2, true, ROWS0, SPLITS0, 1, LD0, TP0, 1, 1, STEPS, AHEAD, false, STAGED0, false, 0>(
+  block_strip<H, H, C0, C1, 2, true, ROWS0, SPLITS0, 1, LD0, TP0, 1, STEPS, AHEAD, false, STAGED0, false, 0>(
       stem, w, output, output, rows, staged, strip, i % SPLITS0, lid, threads);
   SCRATCH_BARRIER;
 }

@@ -111,6 +111,7 @@ def block_calls(
         tiling = (tilings[number] if tilings else None) or default_tiling(sizes, batch, target)
         if tiling.head and sizes is last:
             both = mx.concatenate(list(parts[-2:]))
+            mx.eval(both)  # once: a plan would join them in every run
             return [*calls, block_head_call(source, batch, dtype, both, sizes, shape.classes, tiling, target)]
         calls.append(block_call(source, batch, dtype, parts[number], sizes, tiling, target))
     pixels = last.out_height * last.out_width
@@ -162,13 +163,11 @@ def network_call(
             ("RUN1", tiling.run1),
             ("TP1", tiling.pixels1),
             ("NV1", tiling.vectors1),
-            ("KPARTS1", tiling.kparts1),
             ("STEPS1", tiling.steps),
             ("AHEAD1", tiling.ahead),
             ("RUN2", tiling.run2),
             ("TP2", tiling.pixels2),
             ("NV2", tiling.vectors2),
-            ("KPARTS2", tiling.kparts2),
             ("STEPS2", tiling.steps2 or tiling.steps),
             ("AHEAD2", tiling.ahead if tiling.ahead2 is None else tiling.ahead2),
             ("PACKED", target == "host"),
@@ -268,8 +267,7 @@ def _kept_floats(shape: NetworkShape, tiling: NetworkTiling) -> int:
     """What a group of network.metal keeps between products: activations, at last with the sums of tiles."""
     last = shape.blocks[-1]
     pixels = last.out_height * last.out_width
-    sums = -(-pixels // tiling.pixels2) * tiling.kparts2
-    return max(prod(_activations(shape)), (pixels + sums) * last.outputs)
+    return max(prod(_activations(shape)), (pixels + -(-pixels // tiling.pixels2)) * last.outputs)
 
 
 def network(

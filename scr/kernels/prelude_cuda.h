@@ -94,12 +94,6 @@ FUNCTION vf max(vf a, vf b) {
 FUNCTION float dot(vf a, vf b) {
   return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
 }
-// What the thread gives whose number in the SIMD group differs in the bits of `mask`; all 32 must call.
-FUNCTION vf simd_shuffle_xor(vf given, uint mask) {
-  const uint all = 0xffffffffu;
-  return make_float4(__shfl_xor_sync(all, given.x, mask), __shfl_xor_sync(all, given.y, mask),
-                     __shfl_xor_sync(all, given.z, mask), __shfl_xor_sync(all, given.w, mask));
-}
 }  // namespace metal
 
 // Wait until all groups of the grid are here, and see what they wrote. There must be a power of two of them, so

@@ -93,14 +93,9 @@ FUNCTION float dot(vf a, vf b) {
   for (int i = 0; i < VF; ++i) sum += products[i];
   return sum;
 }
-// One thread has nobody to swap with.
-FUNCTION vf simd_shuffle_xor(vf given, uint) {
-  return given;
-}
 }  // namespace metal
 
-// Before a loop with a constant number of turns: write all of them out, or so many where a GPU's instruction
-// cache is short, which a CPU's is not.
+// Before a loop with a constant number of turns.
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else

@@ -27,5 +27,5 @@ device T* output = y + ulong(image) * (HEIGHT * WIDTH * N);
 pad_image<H, W, IMAGE_ROWS>(x + ulong(image) * (H * W), padded, top, lid, threads);
 SCRATCH_BARRIER;
 const Stem<ScratchPointer, const device float*, W, C> source = {padded, weights, top};
-block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, KPARTS, STEPS, AHEAD, PACKED, STAGED, false, 0>(
+block_strip<H, W, C, N, STRIDE, true, ROWS, SPLITS, RUN, LD, TP, NV, STEPS, AHEAD, PACKED, STAGED, false, 0>(
     source, weights + 10 * C, output, output, rows, staged, strip, split, lid, threads);

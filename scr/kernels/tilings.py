@@ -12,7 +12,6 @@ from kernels import host
 from kernels.launcher import METAL_THREADGROUP_BYTES, STATIC_SHARED_BYTES
 
 GPU_VECTOR = 4  # channels in a `vf` of the GPU preludes
-SIMD_THREADS = 32  # in a SIMD group (a warp)
 SCRATCH_BYTES = METAL_THREADGROUP_BYTES
 CUDA_SCRATCH_BYTES = STATIC_SHARED_BYTES  # more needs a special launch
 HOST_SCRATCH_BYTES = 160 * 1024  # keeps a group's rows in a core's second-level cache
@@ -66,7 +65,6 @@ class Tiling:
     threads: int  # per group; 1 on the host
     padding: int  # floats between two rows of scratch
     staged: bool = False  # copy the group's weights to scratch first
-    kparts: int = 1  # threads that share a tile, each with its part of k: 1 or 2
     head: bool = False  # of the network's last block: computes the head too, in the same launch
 
     def scratch_bytes(self, shape: BlockShape) -> int:
@@ -83,12 +81,8 @@ class Tiling:
             return f"channels must be multiples of {vector} and outputs of {tile}"
         if shape.out_width % self.run:
             return f"a run of {self.run} does not divide {shape.out_width} columns"
-        if self.kparts not in (1, 2):
-            return f"k is cut into 1 or 2 parts, not {self.kparts}"
-        if shape.depth % (self.steps * self.kparts):
-            return f"{self.kparts} parts of {self.steps} steps do not divide a depth of {shape.depth}"
-        if self.kparts > 1 and (self.threads % SIMD_THREADS or vector != GPU_VECTOR):
-            return f"{self.kparts} parts of k need whole SIMD groups of a GPU"
+        if shape.depth % self.steps:
+            return f"{self.steps} steps do not divide a depth of {shape.depth}"
         if self.padding % GPU_VECTOR:
             return f"a padding of {self.padding} leaves rows of scratch unaligned"
         return None
@@ -108,8 +102,6 @@ class NetworkTiling:
     ahead: bool
     threads: int
     padding: int
-    kparts1: int = 1
-    kparts2: int = 1
     run0: int | None = None  # of block 0, which computes the stem for its run; None: run1
     steps2: int | None = None  # of the 7×7 stages; None: steps, and the same for ahead
     ahead2: bool | None = None
@@ -117,11 +109,11 @@ class NetworkTiling:
 
     def misfit(self, shapes: tuple[BlockShape, ...], vector: int) -> str | None:
         """Why this tiling does not fit blocks of `shapes`, with vectors of `vector` channels, or None."""
-        first = self.run0 or self.run1, self.pixels1, self.vectors1, self.kparts1, self.steps
+        first = self.run0 or self.run1, self.pixels1, self.vectors1, self.steps
         wide = self.run1, *first[1:]
-        deep = self.run2, self.pixels2, self.vectors2, self.kparts2, self.steps2 or self.steps
+        deep = self.run2, self.pixels2, self.vectors2, self.steps2 or self.steps
         stages = first, wide, deep, deep
-        for shape, (run, pixels, vectors, kparts, steps) in zip(shapes, stages, strict=True):
+        for shape, (run, pixels, vectors, steps) in zip(shapes, stages, strict=True):
             misfit = Tiling(
                 rows=shape.out_height,
                 splits=1,
@@ -132,7 +124,6 @@ class NetworkTiling:
                 ahead=self.ahead,
                 threads=self.threads,
                 padding=self.padding,
-                kparts=kparts,
             ).misfit(shape, vector)
             if misfit:
                 return misfit
@@ -226,16 +217,15 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     elif batch < 64:
         tile, steps, most_rows = (4 if wide else 2, 1), 32, 1
     elif wide and batch < 256 and cuda:
-        tile, run = (7, 2), 2 if shape.stem else 14
-        steps, ahead, most_rows = (4, True, 7) if shape.stem else (8, False, 4)
+        tile, steps, ahead, most_rows, run = (7, 2), 4, True, 4, 7 if shape.stem else 14
     elif wide:
-        steps, most_rows = 16, 2
+        steps, most_rows = 32 if cuda and shape.stem else 16, 2
     elif batch < 256:
         steps, ahead = 8, True
-    elif cuda and shape.projected and batch < 2048:
-        tile, steps, ahead = (13, 2), 2, True
-    elif cuda or shape.projected:
-        tile, steps, ahead, most_rows = (7, 2), 4, True, 4 if shape.projected else 7
+    elif cuda:
+        tile, steps, ahead = (13 if shape.projected else 10, 1), 4, True
+    elif shape.projected:
+        tile, steps, ahead, most_rows = (7, 2), 4, True, 4
     else:
         tile, steps = (14, 1), 12
     row_bytes = 4 * shape.out_width * (shape.depth + 4)
@@ -244,7 +234,7 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     run = divisor(shape.out_width, run)
     columns = shape.outputs // GPU_VECTOR
     splits = divisor(columns, max(1, min(12, 112 // (batch * shape.out_height)))) if batch < 4 else 1
-    pixels, vectors = tile[0], divisor(columns, tile[1])
+    pixels, vectors = min(tile[0], rows * shape.out_width), divisor(columns, tile[1])
     steps = divisor(shape.depth, steps)
     tiling = Tiling(rows, splits, run, pixels, vectors, steps, ahead, 1, 4, staged=batch < 4)
     if tiling.scratch_bytes(shape) > limit:  # no room for weights, or for pixels that do not exist
@@ -259,7 +249,7 @@ def _with_threads(tiling: Tiling, shape: BlockShape) -> Tiling:
     """
     pixels = tiling.rows * shape.out_width
     columns = shape.outputs // tiling.splits // (tiling.vectors * GPU_VECTOR)
-    items = -(-pixels // tiling.pixels) * columns * tiling.kparts
+    items = -(-pixels // tiling.pixels) * columns
     if tiling.staged:
         items = max(items, pixels // tiling.run * (shape.channels // GPU_VECTOR))
     return replace(tiling, threads=min(384, max(64, -(-items // 32) * 32)))
@@ -273,10 +263,10 @@ def default_network_tiling(shapes: tuple[BlockShape, ...], batch: int, target: s
         vectors = packed_vectors(wide.outputs, "host"), packed_vectors(deep.outputs, "host")
         runs = divisor(wide.out_width, 14), divisor(deep.out_width, 14)
         return NetworkTiling(runs[0], pixels[0], vectors[0], runs[1], pixels[1], vectors[1], 1, False, 1, 0)
-    steps, ahead = (4, True) if target == "cuda" else (8, False)
-    return NetworkTiling(
-        divisor(wide.out_width, 14), 14, 1, divisor(deep.out_width, 7), 7, 1, steps, ahead, 352, 4
-    )
+    wide_run, deep_run = divisor(wide.out_width, 7), divisor(deep.out_width, 7)
+    if target == "cuda":
+        return NetworkTiling(wide_run, 13, 1, deep_run, 7, 1, 4, True, 384, 4)
+    return NetworkTiling(divisor(wide.out_width, 14), 14, 1, deep_run, 7, 1, 8, False, 352, 4)
 
 
 SPREAD_BATCH = 16  # the largest batch whose images a CUDA GPU computes together
@@ -314,8 +304,8 @@ def block_candidates(shape: BlockShape, batch: int, target: str) -> list[Tiling]
             for steps, ahead, staged in ((8, False, True), (16, True, False), (32, False, False)):
                 found.append(Tiling(rows, splits, run, pixels, 1, steps, ahead, 0, 4, staged))
     else:
-        tiles = ((4, 1), (7, 1), (14, 1), (7, 2))
-        modes = ((4, True), (8, True), (8, False), (16, False))
+        tiles = ((7, 1), (10, 1), (13, 1), (7, 2))
+        modes = ((4, True), (8, True), (16, False))
         for rows, run, tile, mode in itertools.product((2, 4, 7), (2, 7), tiles, modes):
             found.append(Tiling(rows, 1, run, *tile, *mode, 0, 4))
     if target != "host":
@@ -349,9 +339,9 @@ def network_candidates(shapes: tuple[BlockShape, ...], batch: int, target: str) 
     else:
         found = [
             replace(default, pixels1=pixels, threads=threads, steps=steps, ahead=ahead)
-            for pixels in (7, 14)
+            for pixels in (7, 13, 14)
             for threads in (352, 384)
-            for steps, ahead in ((4, False), (8, True), (8, False))
+            for steps, ahead in ((4, True), (8, False))
         ]
     return list(dict.fromkeys([default, *found]))
 

@@ -75,8 +75,6 @@ struct Fiber {
   EmulatedThread at;
   State state;
   int line;  // of the barrier it waits at
-  // What it gives in a shuffle. Two in turn: while some have yet to read one, others may have given the next.
-  volatile float given[2][4];
   char* stack;
   void* tsan;
 };
@@ -385,15 +383,6 @@ void emulated_barrier([[maybe_unused]] unsigned flags, int line) {
 #ifdef USE_THREAD_SANITIZER
   if (flags & run.synchronised) __tsan_acquire(barrier);
 #endif
-}
-
-// Copies word by word: to ThreadSanitizer memcpy would be an access of the kernel's.
-void emulated_shuffle(const float* given, float* received, int count, unsigned mask, int line) {
-  const unsigned other = current->at.thread_index_in_threadgroup ^ mask, turn = meetings % 2;
-  if (mask > 31 || other >= fibers.size()) fail("simd", "a value of a thread that the SIMD group does not have");
-  for (int i = 0; i < count; ++i) current->given[turn][i] = given[i];
-  emulated_barrier(0, line);
-  for (int i = 0; i < count; ++i) received[i] = fibers[other].given[turn][i];
 }
 
 void* emulated_threadgroup_memory(int variable, unsigned long bytes) {

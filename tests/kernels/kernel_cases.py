@@ -293,21 +293,19 @@ RAGGED = (
     # Channels below a CPU's vector, strips that are no whole number of tiles, tilings with other switches.
     (BlockShape(3, 5, 4, 8, 1), Tiling(2, 2, 5, 4, 1, 4, False, 64, 4)),
     (BlockShape(5, 3, 8, 8, 1), Tiling(2, 1, 3, 4, 2, 2, True, 96, 0, staged=True)),
-    # Parts of K on neighbouring threads: of 7 pixel tiles two at a time, of a residual, of a stem.
-    (BlockShape(7, 7, 8, 96, 1), Tiling(7, 1, 7, 7, 2, 4, False, 128, 4, kparts=2)),
-    (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 1, 2, True, 32, 4, staged=True, kparts=2)),
-    (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0, kparts=2)),
+    # Tiles of pixels two at a time, with a last one that is not there; a residual; a stem.
+    (BlockShape(7, 7, 8, 96, 1), Tiling(7, 1, 7, 7, 2, 4, False, 128, 4)),
+    (BlockShape(5, 3, 16, 16, 1), Tiling(2, 1, 1, 4, 1, 2, True, 32, 4, staged=True)),
+    (BlockShape(5, 8, 16, 16, 1, stem=True), Tiling(2, 1, 4, 5, 2, 4, False, 96, 0)),
 )
-PARTS_OF_K = NetworkTiling(14, 13, 2, 7, 13, 1, 4, True, 384, 4, kparts1=2, kparts2=2, run0=7)
+LARGE_TILES = NetworkTiling(14, 13, 2, 7, 13, 1, 4, True, 384, 4, run0=7)
 WITH_HEAD = Tiling(7, 1, 7, 13, 2, 8, False, 96, 4, head=True)
 TWO_GROUPS = NetworkTiling(14, 13, 1, 7, 7, 1, 4, True, 384, 4, run0=7, steps2=8, ahead2=False, walk=2)
 
 
 def describe(tiling: int | Tiling) -> str:
     """What a label says of a tiling, or of the batch whose default it is."""
-    if isinstance(tiling, int):
-        return f"as for batch {tiling}"
-    return f"{tiling.kparts} parts of K" if tiling.kparts > 1 else "ragged tiles"
+    return f"as for batch {tiling}" if isinstance(tiling, int) else "ragged tiles"
 
 
 def block_cases() -> Iterator[Case]:
@@ -316,8 +314,7 @@ def block_cases() -> Iterator[Case]:
     forms += [(shape, 3, 64, "float16", TARGETS) for shape in NETWORK.blocks]
     forms += [(shape, 3, 1, dtype, TARGETS) for shape in SMALL_BLOCKS for dtype in ("float32", "float16")]
     forms += [(shape, 3, tiling, "float32", ("metal", "cuda")) for shape, tiling in RAGGED]
-    in_parts = [(shape, tiling) for shape, tiling in RAGGED if tiling.kparts > 1]
-    forms += [(shape, 3, tiling, "float16", ("metal", "cuda")) for shape, tiling in in_parts]
+    forms += [(shape, 3, tiling, "float16", ("metal", "cuda")) for shape, tiling in RAGGED]
     for shape, n, tiling, dtype, targets in forms:
         rng = generator("block", shape, dtype)
         channels = 1 if shape.stem else shape.channels
@@ -358,11 +355,11 @@ def head_cases() -> Iterator[Case]:
 
 
 def block_head_cases() -> Iterator[Case]:
-    """Last blocks with the head: both kinds of skip, tiles that do not divide the pixels, parts of K."""
+    """Last blocks with the head: both kinds of skip, tiles that do not divide the pixels."""
     forms = (
         (BlockShape(7, 7, 48, 48, 1), Tiling(7, 1, 7, 7, 2, 4, True, 96, 4)),
         (BlockShape(5, 3, 16, 32, 2), Tiling(3, 1, 2, 4, 1, 8, False, 32, 0)),
-        (BlockShape(5, 5, 8, 16, 1), Tiling(5, 1, 1, 7, 2, 2, False, 64, 4, kparts=2)),
+        (BlockShape(5, 5, 8, 16, 1), Tiling(5, 1, 1, 7, 2, 2, False, 64, 4)),
     )
     for dtype in ("float32", "float16"):
         for shape, tiling in forms:
@@ -398,8 +395,8 @@ def network_cases() -> Iterator[Case]:
             def five(target: str, x=x, weights=weights) -> mx.array:
                 return kernels.network_by_blocks(x, weights.packed(target), weights.shape, None, target)
 
-            def parts(target: str, x=x, weights=weights) -> mx.array:
-                return kernels.network(x, weights.packed(target), weights.shape, PARTS_OF_K, target)
+            def large(target: str, x=x, weights=weights) -> mx.array:
+                return kernels.network(x, weights.packed(target), weights.shape, LARGE_TILES, target)
 
             def two(target: str, x=x, weights=weights) -> mx.array:
                 return kernels.network(x, weights.packed(target), weights.shape, TWO_GROUPS, target)
@@ -411,7 +408,7 @@ def network_cases() -> Iterator[Case]:
             for launches, call, targets in (
                 ("one launch", one, TARGETS),
                 ("five launches", five, TARGETS),
-                ("one launch, parts of K", parts, ("metal", "cuda")),
+                ("one launch, large tiles", large, ("metal", "cuda")),
                 ("four launches", four, ("cuda",)),
                 ("one launch, two groups", two, ("metal", "cuda")),
             ):

@@ -3,7 +3,6 @@
     syntax, address-space, lint    the text, without running it (msl_syntax.py)
     address, undefined             AddressSanitizer and UndefinedBehaviorSanitizer, in three thread orders
     barrier, threadgroup-memory    the emulator's own: all threads meet, at most 32 KB
-    simd                           likewise: a shuffle with a thread that is not there
     unwritten                      an output element that no thread has written
     uninitialised                  MemorySanitizer: a result that depends on memory nobody has written
     order                          the result depends on the order in which threads run

@@ -39,8 +39,7 @@ HEAD = case("head 3x7x7x192->10")
 NETWORK = case("network 1x28x28x1, one launch")
 WALK = case("network 3x28x28x1, one launch, two groups")
 BLOCK_HEAD = case("block_head 3x5x3x16->32")
-TWO_PARTS = case("block 3x7x7x8->96 stride 1, 2 parts")
-HEAD_IN_PARTS = case("block_head 3x5x5x8->16")
+TWO_TILES = case("block 3x7x7x8->96 stride 1, ragged")
 
 BOUNDS = (
     # (case, check in the text, what is left of it)
@@ -59,7 +58,7 @@ BOUNDS = (
     (TAIL, "dy == 2 || HEIGHT % ROWS != 0", "dy == 2"),
     (BLOCK, "(j == 0 && x < 0)", "false"),
     (BLOCK, "(j > LAST && x >= W)", "false"),
-    (TAIL, "if (uint(p) < stored)\n", "\n"),
+    (TAIL, "if (uint(p) < kept)\n", "\n"),
     (STEM, "y >= 0 && ", ""),
     (STEM, "y < H && ", ""),
     (STEM, "x >= 0 && ", ""),
@@ -79,21 +78,11 @@ def mutated(launch: Launch, old: str, new: str, number: int | None = None) -> La
     return dataclasses.replace(launch, text=dataclasses.replace(launch.text, source=new.join(pieces)))
 
 
-PARTS = (
-    # (case, how the parts of K find each other, an error in it)
-    (TWO_PARTS, "(tiles * KPARTS + threads - 1) / threads * threads", "tiles * KPARTS"),
-    (TWO_PARTS, "+ metal::simd_shuffle_xor(part == 0 ? other : one, LANES)", ""),
-    (TWO_PARTS, "other : one, LANES)", "other : one, LANES / 2)"),
-    (TWO_PARTS, "(part == 0 ? one : other)", "(part == 1 ? one : other)"),
-    (TWO_PARTS, "part == 0 ? other : one", "part == 1 ? other : one"),
-    (TWO_PARTS, "+ part * DEPTH;", ";"),
-    (TWO_PARTS, "+ part * DEPTH * NEXT;", ";"),
-    (TWO_PARTS, "KPARTS > 1 && uint(p / OWN) != part", "false"),
-    (TWO_PARTS, "row < pixel_tiles ? pixels - pixel : 0", "pixels - pixel"),
-    (TWO_PARTS, "metal::min(kept, uint(TP))", "kept"),
-    (TWO_PARTS, "pixel + first)", "pixel)"),
-    (HEAD_IN_PARTS, "row * KPARTS + part", "row"),
-    (HEAD_IN_PARTS, "if (POOL && kept > 0)", "if (POOL && stored > 0)"),
+TILES = (
+    # (case, how the tiles of pixels two at a time are found, an error in it)
+    (TWO_TILES, "row < pixel_tiles ? pixels - pixel : 0", "pixels - pixel"),
+    (TWO_TILES, "(pixel_tiles + DOWN - 1) / DOWN * DOWN * TILES", "pixel_tiles / DOWN * DOWN * TILES"),
+    (TWO_TILES, "i / ACROSS % DOWN + ", ""),
 )
 
 
@@ -102,14 +91,14 @@ IMAGES = (
     (WALK, "image < batch", "image <= batch"),
     (WALK, "image += WALK", "image += WALK + 1"),
     (WALK, "image = threadgroup_position_in_grid.x", "image = 0"),
-    (WALK, "(POOL ? row * KPARTS + part :", "(false ? 0 :"),
+    (WALK, "(POOL ? row : pixel)", "pixel"),
     (WALK, "if (POOL && kept > 0)", "if (POOL && false)"),
-    (BLOCK_HEAD, "uint(p) < stored", "true"),
+    (BLOCK_HEAD, "uint(p) < kept)\n        UNROLL", "true)\n        UNROLL"),
     (BLOCK_HEAD, "rows + TILES * TP * LD", "rows"),
 )
 
 
-@pytest.mark.parametrize(("case", "old", "new"), BOUNDS + PARTS + IMAGES, ids=lambda part: str(part).strip())
+@pytest.mark.parametrize(("case", "old", "new"), BOUNDS + TILES + IMAGES, ids=lambda part: str(part).strip())
 def test_missing_check_or_wrong_part_is_caught(case: Case, old: str, new: str):
     with pytest.raises(Failed) as failed:
         with metal_device(lambda launch: check_launch(mutated(launch, old, new))):
@@ -118,7 +107,7 @@ def test_missing_check_or_wrong_part_is_caught(case: Case, old: str, new: str):
     assert failed.value.check in RUN_TIME_CHECKS, failed.value  # not because it no longer compiles
 
 
-@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, BLOCK_HEAD, NETWORK, WALK, TWO_PARTS], ids=str)
+@pytest.mark.parametrize("case", [BLOCK, STEM, HEAD, BLOCK_HEAD, NETWORK, WALK, TWO_TILES], ids=str)
 def test_each_missing_barrier_is_caught(case: Case):
     def check(launch: Launch) -> list[mx.array]:
         sound = build_kernel(launch.text, "thread").read_bytes()

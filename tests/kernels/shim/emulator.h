@@ -24,10 +24,6 @@ void emulated_kernel(void* const* buffers, const EmulatedThread& at);
 // All threads of the group meet here. `flags` are mem_flags, `line` is the barrier's line in the text.
 void emulated_barrier(unsigned int flags, int line);
 
-// Gives values to the thread whose number differs in the bits of `mask`, and receives that thread's.
-// All threads of the group meet here; Metal asks that only of a SIMD group's.
-void emulated_shuffle(const float* given, float* received, int count, unsigned int mask, int line);
-
 // The group's memory for the threadgroup variable number `variable`, exactly `bytes` long.
 void* emulated_threadgroup_memory(int variable, unsigned long bytes);
 }
