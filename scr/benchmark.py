@@ -190,15 +190,16 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
     if settings.tf32:
         peers = candidates(settings, replace(options, dtype="float32", tf32=True))
         case = replace(network, name="network, TF32", dtype="float32", tolerance="tf32", candidates=peers)
-        found.append(case)
+        found.append(replace(case, energy=False))
+    beside: list[Case] = []  # whose energy nobody asks for
     sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
     for name in settings.shapes:
-        found += shapes.cases(name, settings.backends, options, sizes)
+        beside += shapes.cases(name, settings.backends, options, sizes)
     if settings.layers and settings.dtype[0] == "float32":
         size = min(settings.batch_sizes, key=lambda size: max(size / LAYERS_BATCH, LAYERS_BATCH / size))
-        found += layers.cases(settings.backends, options, first, (size,))
-        found += ablation.cases(settings.backends, options, (size,))
-    return found, source
+        beside += layers.cases(settings.backends, options, first, (size,))
+        beside += ablation.cases(settings.backends, options, (size,))
+    return [*found, *(replace(case, energy=False) for case in beside)], source
 
 
 def candidates(settings: Settings, options: backends.Options) -> tuple[Candidate, ...]:

@@ -98,6 +98,7 @@ class Case:
     dtype: str = "float32"  # of storage, as reported
     tolerance: str = ""  # the row of tolerances.TOLERANCES; `dtype` where empty
     budget_share: float = 1.0  # of the budget per cell, for cases that matter less
+    energy: bool = True  # count joules, where the settings ask for it
     rounds_times: int = 1  # the settings' rounds, each as much shorter: for small differences
     shares_rounds: str = ""  # cases of a study with the same word share their rounds: their ratios are paired
 
@@ -482,7 +483,7 @@ class Study:
 
     def count_energy(self) -> None:
         """Count the joules per image of every cell on an NVIDIA GPU, after everything is timed."""
-        cells = [cell for cell in self.cells if cell.target == "cuda" and not cell.state]
+        cells = [c for c in self.cells if c.target == "cuda" and not c.state and c.case.energy]
         bar = progress("energy", len(cells))
         for cell in cells if self.settings.energy else []:
             if not cell.state:
