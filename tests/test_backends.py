@@ -10,6 +10,7 @@ from harness.backends import (
     MetalDefaults,
     MlxNetwork,
     Options,
+    TorchBackend,
     TorchNetwork,
     candidate,
     count_launches,
@@ -118,6 +119,16 @@ def test_channels_last_is_channels_last(checkpoint):
     backend.prepare(images(2))
     weight = backend.model.stages[0].pw.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_compiled_code_never_becomes_eager_code_unnoticed():
+    backend = TorchBackend(torch.nn.Identity(), device="cpu", variant="compile")
+    assert torch._dynamo.config.recompile_limit > 1000
+    backend.model = torch.compile(lambda x: x + len(x), backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        output(backend, images(1))
+        with pytest.raises(Exception, match="recompile_limit"):
+            output(backend, images(2))
 
 
 def test_metals_tilings_fit_metal(checkpoint):

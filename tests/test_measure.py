@@ -28,7 +28,9 @@ from harness.measure import (
     thread_variables,
     unavailable,
 )
+from harness.record import FALSE_CLOCK, without_false_device_times
 from harness.worker import Session, Worker, WorkerCrash, WorkerError, time_burst, warm_up
+from synthetic_record import make_gpu_record
 
 SETTINGS = MeasureSettings(trials=40, warmup=4, budget=5.0, rounds=10)
 
@@ -502,3 +504,14 @@ def test_a_session_needs_no_process():
     session.open("a", "fake_backends:make", {"name": "a"})
     session.batch("x", inputs(2))
     assert session.result("a", "x") == pytest.approx(2 * inputs(2))
+
+
+def test_device_times_longer_than_their_forward_are_left_out_and_said_to_be():
+    record = make_gpu_record(batch_sizes=(1, 128))
+    wrong = (record.rows["backend"] == "mlx-block") & (record.rows["batch_size"] == 1)
+    record.rows.loc[wrong & (record.rows["kind"] == "device"), "latency_ms"] *= 100
+    kept = without_false_device_times(record)
+    assert len(record.rows) - len(kept.rows) == (wrong & (record.rows["kind"] == "device")).sum() > 0
+    said = {(c["backend"], c["batch_size"]): (c.get("left_out") or {}).get("device") for c in kept.cells}
+    assert said.pop(("mlx-block", 1)) == FALSE_CLOCK and not any(said.values())
+    assert len(without_false_device_times(kept).rows) == len(kept.rows)

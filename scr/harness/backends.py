@@ -186,8 +186,12 @@ class TorchBackend(Backend):
         self.form = {"device": self.target, "dtype": getattr(torch, dtype), "memory_format": layout}
         self.model = model.to(**self.form)
         self.compile_mode = compile_mode if variant == "compile" else None
-        if variant == "compile":
-            self.model = torch.compile(self.model, mode=compile_mode, dynamic=False)  # once per batch size
+        if (
+            variant == "compile"
+        ):  # once per batch size; past its limit PyTorch would go on in eager mode unasked
+            torch._dynamo.config.recompile_limit = 10_000
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self.model = torch.compile(self.model, mode=compile_mode, dynamic=False)
         self.wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
             self.target, lambda: None
         )

@@ -43,7 +43,7 @@ from harness import statistics, tolerances
 from harness.cli import Fault
 from harness.paths import shown
 from harness.present import present
-from harness.record import Record, rows_from, save
+from harness.record import Record, rows_from, save, without_false_device_times
 from harness.worker import Worker, WorkerCrash, WorkerError
 
 LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no interval says anything
@@ -510,7 +510,7 @@ class Study:
         for name, reason in self.lost.items():
             self.worker_facts.setdefault(name, {})["reason"] = reason
         rows = sorted((row for cell in self.cells for row in cell.rows), key=lambda row: row["sequence"])
-        return Record(
+        record = Record(
             rows=rows_from(rows),
             environment=environment
             | {"complete": complete, "workers": self.worker_facts, "ceilings": self.ceilings}
@@ -519,6 +519,7 @@ class Study:
             checks=self.checks,
             cells=[cell.summary() for cell in self.cells],
         )
+        return without_false_device_times(record)
 
 
 def run_study(

@@ -9,7 +9,7 @@ is computed from it.
 
 import json
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,31 @@ def rows_from(dicts: list[dict[str, Any]]) -> pd.DataFrame:
             for name, kind in COLUMNS.items()
         }
     )
+
+
+FALSE_CLOCK = "it came out longer than the forward that it is part of"
+
+
+def without_false_device_times(record: Record, margin: float = 1.25) -> Record:
+    """`record` without the device times of cells where their median exceeds that of the forward by `margin`.
+
+    A device cannot take longer than the forward that waits for it, so there the clock is wrong (it is a slope
+    between chains where a framework has no timer). The cell says so in `left_out`.
+    """
+    cell_of = ["study", "case", "dtype", "backend", "batch_size"]
+    medians = record.rows.pivot_table("latency_ms", cell_of, "kind", "median")
+    if not {"device", "latency"} <= set(medians.columns):
+        return record
+    false = set(medians.index[medians["device"] > margin * medians["latency"]])
+    keys = record.rows[cell_of].apply(tuple, axis=1)
+    rows = record.rows[~(keys.isin(false) & (record.rows["kind"] == "device"))].reset_index(drop=True)
+    cells = [
+        cell | {"left_out": (cell.get("left_out") or {}) | {"device": FALSE_CLOCK}}
+        if tuple(cell[name] for name in cell_of) in false
+        else cell
+        for cell in record.cells
+    ]
+    return replace(record, rows=rows, cells=cells)
 
 
 def save(record: Record, path: Path | str) -> None:

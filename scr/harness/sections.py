@@ -22,7 +22,7 @@ from harness.analysis import (
 from harness.ceilings import device_of
 from harness.compare import contradictions
 from harness.present import present
-from harness.record import KINDS, Record
+from harness.record import FALSE_CLOCK, KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
     count,
@@ -364,6 +364,18 @@ def clocks(group: Group) -> str:
     if missing:
         why = {r for c in group.cells.values() for k, r in (c.get("left_out") or {}).items() if k in missing}
         meanings += f"\n- not measured here: {words(missing)}" + (f" ({words(sorted(why))})" if why else "")
+    false = [
+        f"`{cell['backend']}` at batch {cell['batch_size']}"
+        for cell in group.cells.values()
+        if (cell.get("left_out") or {}).get("device") == FALSE_CLOCK
+    ]
+    if false:
+        meanings += f"\n- without a device time, because {FALSE_CLOCK}: {words(false)}"
+    if "device" in kinds and any(name.startswith("mlx") for name in group.backends):
+        meanings += (
+            "\n- MLX has no timer: its device time is a slope between chains of forwards, and too low where "
+            "Python and launches take longer than the device"
+        )
     return (
         f"Medians, ms per forward. A ratio is only formed within a column.\n\n{meanings}\n\n"
         + markdown_table(rows, left=["backend"])
