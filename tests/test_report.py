@@ -149,6 +149,11 @@ def test_machine_warnings_and_absent_backends_are_named(record):
     absent = section(result, "Not measured")
     assert "`torch-graph` (batch 1 and 16) unavailable: CUDA graphs need an NVIDIA GPU" in absent
     assert "`mlx-block` (batch 1) dropped: wrong result" in absent
+    both = unavailable_cells("torch-compile", "no", (64, 128), "dropped")
+    both += [cell | {"case": "network, TF32"} for cell in both[1:]]
+    with_absent.cells += both
+    absent = section(report_text(with_absent), "Not measured")
+    assert "`torch-compile` (batch 64 and 128; network, TF32, batch 128) dropped: no" in absent
 
 
 def test_drift_is_said():

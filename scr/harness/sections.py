@@ -173,9 +173,16 @@ def absent(record: Record) -> str:
             found.setdefault((cell["backend"], text), []).append(cell)
     lines = []
     for (backend, text), cells in found.items():
-        cases = list(dict.fromkeys(cell["case"] for cell in cells))
-        where = "" if cases == ["network"] else f"{words(cases)}, "
-        where += f"batch {words(sorted({cell['batch_size'] for cell in cells}))}"
+        batches: dict[str, set[int]] = {}
+        for cell in cells:
+            batches.setdefault(cell["case"], set()).add(cell["batch_size"])
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for case, sizes in batches.items():
+            alike.setdefault(tuple(sorted(sizes)), []).append(case)
+        where = "; ".join(
+            ("" if cases == ["network"] else f"{words(cases)}, ") + f"batch {words(list(sizes))}"
+            for sizes, cases in alike.items()
+        )
         lines.append(f"- `{backend}` ({where}) {text}")
     return "\n".join(lines)
 
