@@ -203,10 +203,10 @@ def _gpu_tiling(shape: BlockShape, batch: int, target: str) -> Tiling:
     """Found on an H200 by searching more than 400 tilings per block (conclusions/h200/kernel_notes.md).
 
     Few images: a GPU waits for weights, so a group per row and part of the channels stages its part at once.
-    More: deep steps without a second set of registers. Many: tiles whose warps fill the schedulers evenly, of
-    13×4 or 10×4 on 7×7 images and 7×4 on wide rows (7×8 below batch 256); loads to registers are not the limit,
-    though runs of pixels, which save most of those of the depthwise phase, pay. Metal's, not timed yet, are
-    those that fit its threadgroup memory.
+    More: deep steps without a second set of registers. Many: tiles whose warps fill the schedulers evenly,
+    13×4 or 10×4 on 7×7 images and 7×4 on wide rows (7×8 below batch 256). Loads to registers are not the
+    limit of the product, but runs of pixels, which save most of the depthwise phase's, pay. Metal's, not
+    timed yet, are those that fit its threadgroup memory.
     """
     cuda = target == "cuda"
     limit = CUDA_SCRATCH_BYTES if cuda else SCRATCH_BYTES
