@@ -1,26 +1,27 @@
 """Time latency against batch and hold it against a simple model: study 3, what a batch costs.
 
     python scr/batching.py                        # the best device here; 200 s on 2 CPU cores
-    python scr/batching.py --quick                # small sizes, for a look
+    python scr/batching.py --quick                # small sizes, for a look: under the tag quick
     python scr/batching.py --device cuda --tag h200
     python scr/batching.py --rebuild              # plots and report again, from the stored record
 
 Writes output/batching/per_trial.npz (raw trials, first and atomically), output/batching/*.png and
-conclusions/batching.md; with --tag MACHINE under output/MACHINE/ and conclusions/MACHINE/. Our MNIST network
-is taken from the benchmark's own record, output/per_trial.npz, also by --rebuild when it came later. Ctrl-C
-keeps what was measured in per_trial.partial.npz. Exit status: 0; 1 if a case gave a wrong result or failed; 2
-for bad input; 130 after Ctrl-C.
+conclusions/batching.md; with --tag TAG under output/TAG/ and conclusions/TAG/, and --quick means --tag quick
+unless another is given. Our MNIST network is taken from the benchmark's own record of the same tag,
+output/per_trial.npz, also by --rebuild when it came later. Ctrl-C keeps what was measured in
+per_trial.partial.npz. Exit status: 0; 1 if a case gave a wrong result or failed; 2 for bad input; 130 after
+Ctrl-C.
 """
 
 from pathlib import Path
 
 from batch.study import FAMILIES, Settings, add_network, measure
-from harness.cli import Fault, check_tag, parse_settings, run_command
+from harness.cli import QUICK_TAG, Fault, check_tag, parse_settings, run_command
 from harness.measure import Interrupted, keep_partial, print_problems
 from harness.paths import CONCLUSIONS, OUTPUT, shown
 from harness.record import Record, load, save
 
-QUICK = {"trials": 20, "warmup": 2, "budget": 0.05, "rounds": 4}
+QUICK = {"trials": 20, "warmup": 2, "budget": 0.05, "rounds": 4, "tag": QUICK_TAG}
 
 
 def main() -> int:

@@ -1,12 +1,14 @@
 """Time the network in every backend against the others, then report: the main study.
 
     python scr/benchmark.py                          # torch, mlx, mlx-fused; batches 1 to 512
-    python scr/benchmark.py --quick                  # the same way in half a minute, for a look
+    python scr/benchmark.py --quick                  # in half a minute, for a look: under the tag quick
     python scr/benchmark.py --backends all --tag m1  # a reference run under output/m1 and conclusions/m1
 
 Writes output/per_trial.npz (raw trials, first and atomically), then output/plots and
-conclusions/benchmark_result.md, and prints a table of P50, P95 and speedups. The default run takes about
-6 minutes on 2 CPU cores, where MLX needs 4 to 8 s per forward at batch 512, and about 4 on a GPU.
+conclusions/benchmark_result.md, and prints a table of P50, P95 and speedups. With --tag TAG it writes
+under output/TAG and conclusions/TAG and leaves the other runs alone; --quick means --tag quick unless another
+is given. The default run takes about 6 minutes on 2 CPU cores, where MLX needs 4 to 8 s per forward at batch
+512, and about 4 on a GPU.
 Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 1 if a backend gave a wrong
 result or failed, or none could run; 2 for bad input; 130 after Ctrl-C.
 """
@@ -19,7 +21,7 @@ import numpy as np
 
 import mnist_data
 from harness import ablation, backends, ceilings, costs, layers, machine, shapes
-from harness.cli import Fault, check_tag, parse_settings, run_command
+from harness.cli import QUICK_TAG, Fault, check_tag, parse_settings, run_command
 from harness.measure import (
     Candidate,
     Case,
@@ -95,7 +97,15 @@ class Settings(MeasureSettings):
 
 SHAPES_BATCHES = (1, 16)  # other shapes are timed at those of these batch sizes that are asked for
 LAYERS_BATCH = 64  # layers are timed at the batch size nearest to it
-QUICK = {"batch_sizes": (1, 16), "trials": 20, "warmup": 3, "budget": 1.0, "rounds": 5, "layers": False}
+QUICK = {
+    "batch_sizes": (1, 16),
+    "trials": 20,
+    "warmup": 3,
+    "budget": 1.0,
+    "rounds": 5,
+    "layers": False,
+    "tag": QUICK_TAG,
+}
 
 
 def main() -> int:

@@ -1,11 +1,12 @@
 """Profile MLPs from nn.Linear to a fused GeGLU, and say what fusion changes: the second study.
 
     python scr/mlp_fusion.py                # this machine's GPU, or its CPU
-    python scr/mlp_fusion.py --quick        # tiny sizes, about a minute
+    python scr/mlp_fusion.py --quick        # tiny sizes, about a minute, for a look: under the tag quick
     python scr/mlp_fusion.py --tag h200     # a reference run under output/h200 and conclusions/h200
     python scr/mlp_fusion.py --rebuild      # rebuild the report from the stored record and traces
 
-Writes output/mlp_fusion/ (per_trial.npz, traces, plots) and conclusions/mlp_fusion.md. The default run takes
+Writes output/mlp_fusion/ (per_trial.npz, traces, plots) and conclusions/mlp_fusion.md; with --tag TAG under
+output/TAG/ and conclusions/TAG/, and --quick means --tag quick unless another is given. The default run takes
 about 5 minutes on 2 CPU cores (--seconds sets it) and 80 s on an H200. Optional: triton comes with PyTorch
 on Linux, and `pip install liger-kernel` adds Liger's kernel.
 Ctrl-C while timing keeps what was measured in output/mlp_fusion/per_trial.partial.npz. Exit status: 0; 1 if a
@@ -19,16 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import machine
-from harness.cli import Fault, check_tag, parse_settings, run_command
+from harness.cli import QUICK_TAG, Fault, check_tag, parse_settings, run_command
 from harness.measure import Interrupted, keep_partial, print_problems
 from harness.paths import CONCLUSIONS, OUTPUT, shown
 from harness.record import Record, load, save
 from mlp.settings import Settings
 
+QUICK = {"tag": QUICK_TAG}  # the sizes are those of the study's own QUICK
+
 
 def main() -> int:
     """Run the study or only its report. Returns the exit status."""
-    settings = resolve(parse_settings(Settings, __doc__))
+    settings = resolve(parse_settings(Settings, __doc__, quick=QUICK))
     output = OUTPUT / (settings.tag or "") / "mlp_fusion"
     markdown = CONCLUSIONS / (settings.tag or "") / "mlp_fusion.md"
     if settings.rebuild:

@@ -15,7 +15,7 @@ foreign.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.cli import Fault, parse_settings, run_command
+from harness.cli import QUICK_TAG, Fault, parse_settings, run_command
 from harness.compare import comparison_text, load_complete
 from harness.paths import CONCLUSIONS, OUTPUT, shown, write_atomic
 from harness.record import load
@@ -25,7 +25,9 @@ from harness.record import load
 class Settings:
     """What to report on."""
 
-    tag: str | None = field(default=None, metadata={"help": "the reference run TAG; all: every stored run"})
+    tag: str | None = field(
+        default=None, metadata={"help": "the run TAG; all: every stored run but that of --quick"}
+    )
     compare: tuple[Path, ...] = field(
         default=(), metadata={"help": "stored runs (.npz), the first of which the others are held against"}
     )
@@ -59,7 +61,8 @@ def folders(tag: str | None) -> list[tuple[Path, Path]]:
         return [(OUTPUT, CONCLUSIONS)]
     if tag != "all":
         return [(OUTPUT / tag, CONCLUSIONS / tag)]
-    paths = [OUTPUT / "per_trial.npz", *sorted(OUTPUT.glob("*/per_trial.npz"))]
+    tagged = (path for path in OUTPUT.glob("*/per_trial.npz") if path.parent.name != QUICK_TAG)
+    paths = [OUTPUT / "per_trial.npz", *sorted(tagged)]
     # The other studies' runs lie in folders of the same form and have reports of their own.
     found = [
         path.parent.relative_to(OUTPUT)

@@ -72,14 +72,14 @@ def test_tiny_study_from_arguments_to_report(folders: Path, monkeypatch: pytest.
     assert "| torch | float32 | 2.00 |" in report.read_text()
 
 
-def made_up_network():
+def made_up_network(**environment: object):
     """A benchmark's record with one cell of three trials."""
     from harness.record import Record
 
     label = {"study": "mnist", "case": "network", "backend": "torch", "target": "cpu", "batch_size": 1}
     label |= {"dtype": "float32", "kind": "latency", "round": 0, "start_s": 0.0}
     rows = [label | {"trial": i, "sequence": i, "latency_ms": ms} for i, ms in enumerate((1.0, 2.0, 9.0))]
-    return Record(rows_from(rows))
+    return Record(rows_from(rows), environment)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,20 @@ def test_interrupt_keeps_the_old_record(folders: Path, monkeypatch: pytest.Monke
     assert run(monkeypatch) == 130
     assert path.read_bytes() == old
     assert np.array_equal(load(path.with_suffix(".partial.npz")).rows["latency_ms"], [1.0, 2.0, 9.0])
+
+
+def test_a_quick_run_replaces_no_full_one(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folders / "output" / "batching" / "per_trial.npz"
+    save(made_up_network(), path)
+    old = path.read_bytes()
+    written = []
+    monkeypatch.setattr(batching, "measure", lambda *_: made_up_network(seconds=0.0))
+    monkeypatch.setattr(batching, "report", lambda record, plots, markdown: written.append((plots, markdown)))
+    assert run(monkeypatch, "--quick") == 0
+    assert path.read_bytes() == old
+    quick = folders / "output" / "quick" / "batching"
+    assert (quick / "per_trial.npz").is_file()
+    assert written == [(quick, folders / "conclusions" / "quick" / "batching.md")]
 
 
 def test_quick_is_smaller_than_the_default() -> None:

@@ -119,6 +119,21 @@ def test_a_tag_has_its_own_files_and_a_default_run_leaves_them(command, one_forw
     assert records.load(output / "per_trial.npz").environment["seconds"] == 1
 
 
+def test_a_quick_run_replaces_no_full_one(command, one_forward_measured):
+    output, nothing = command.folder / "output", lambda *_: None
+    command(report=nothing)
+    before = (output / "per_trial.npz").read_bytes()
+    seen = []
+    command("--quick", report=lambda record, plots, markdown: seen.append((plots, markdown)))
+    assert (output / "per_trial.npz").read_bytes() == before
+    assert records.load(output / "quick" / "per_trial.npz").environment["seconds"] == 1
+    root = command.folder
+    assert seen == [(root / "output/quick/plots", root / "conclusions/quick/benchmark_result.md")]
+    command("--quick", "--tag", "box", report=nothing)
+    assert records.load(output / "box" / "per_trial.npz").environment["seconds"] == 2
+    assert records.load(output / "quick" / "per_trial.npz").environment["seconds"] == 1
+
+
 def test_the_report_goes_where_the_tag_says(command, one_forward_measured):
     seen = []
     command("--tag", "box", report=lambda record, plots, markdown: seen.append((plots, markdown)))

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import Fault, check_tag, parse_settings, run_command
+import report
+from harness.cli import QUICK_TAG, Fault, check_tag, parse_settings, run_command
+from harness.record import save
+from synthetic_record import make_record
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,19 @@ def test_a_tag_names_a_folder(tag: str) -> None:
     check_tag("m1-pro_2")
     with pytest.raises(Fault, match="names a folder"):
         check_tag(tag)
+
+
+def test_all_stored_runs_are_those_that_no_quick_run_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "OUTPUT", tmp_path / "output")
+    monkeypatch.setattr(report, "CONCLUSIONS", tmp_path / "conclusions")
+    record = make_record(backends=("torch",), batch_sizes=(1,))
+    for tag in ("", "m1", QUICK_TAG):
+        save(record, tmp_path / "output" / tag / "per_trial.npz")
+    named = [conclusions.relative_to(tmp_path).as_posix() for _, conclusions in report.folders("all")]
+    assert named == ["conclusions", "conclusions/m1"]
+    assert report.folders(QUICK_TAG)[0][1] == tmp_path / "conclusions" / "quick", "it is there when asked for"
 
 
 def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:

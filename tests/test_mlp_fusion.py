@@ -45,7 +45,7 @@ def ran(tmp_path_factory):
 
 
 def test_it_writes_record_traces_plots_and_report(ran):
-    output = ran / "output" / "mlp_fusion"
+    output = ran / "output" / "quick" / "mlp_fusion"
     record = load(output / "per_trial.npz")
     assert record.environment["complete"]
     ran_here = [cell for cell in record.cells if "observed" in cell]
@@ -56,16 +56,21 @@ def test_it_writes_record_traces_plots_and_report(ran):
     assert all(check["passed"] for check in record.checks) and record.checks
     pictures = {f"timeline_{number}.png" for number in ("1a", "1b", 2, 6)}
     assert {path.name for path in (output / "plots").glob("*.png")} == pictures
-    text = (ran / "conclusions" / "mlp_fusion.md").read_text()
+    text = (ran / "conclusions" / "quick" / "mlp_fusion.md").read_text()
     for expected in ("CUDA graphs need an NVIDIA GPU", "**refuted**", "three layers with ReLU"):
         assert expected in text
-    for link in (f"../output/mlp_fusion/plots/{name}" for name in pictures):
-        assert link in text and (ran / "conclusions" / link).resolve().is_file()
+    for link in (f"../../output/quick/mlp_fusion/plots/{name}" for name in pictures):
+        assert link in text and (ran / "conclusions" / "quick" / link).resolve().is_file()
     assert str(ran) not in text
 
 
+def test_a_quick_run_writes_where_no_full_one_does(ran):
+    assert [path.name for path in (ran / "output").iterdir()] == ["quick"]
+    assert [path.name for path in (ran / "conclusions").iterdir()] == ["quick"]
+
+
 def test_compiled_graphs_are_counted(ran):
-    view = View(load(ran / "output" / "mlp_fusion" / "per_trial.npz"))
+    view = View(load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz"))
     name = view.case_names(lambda n: n.startswith("linear"))[0]
     assert view.cell(name, "torch")["graphs"] == 0
     assert view.cell(name, "torch-compile")["graphs"] == 1
@@ -73,12 +78,12 @@ def test_compiled_graphs_are_counted(ran):
 
 
 def test_the_report_comes_again_from_the_stored_files(ran):
-    markdown = ran / "conclusions" / "mlp_fusion.md"
+    markdown = ran / "conclusions" / "quick" / "mlp_fusion.md"
     before = markdown.read_bytes()
     markdown.unlink()
-    picture = ran / "output" / "mlp_fusion" / "plots" / "timeline_1b.png"
+    picture = ran / "output" / "quick" / "mlp_fusion" / "plots" / "timeline_1b.png"
     drawn = picture.read_bytes()
-    done = command(ran, "--rebuild")
+    done = command(ran, "--quick", "--rebuild")
     assert done.returncode == 0, done.stderr
     assert markdown.read_bytes() == before
     assert picture.read_bytes() == drawn
@@ -86,7 +91,7 @@ def test_the_report_comes_again_from_the_stored_files(ran):
 
 def test_verdicts_follow_the_data(ran):
     """The same record with other times and counts gives other verdicts."""
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     name = "two layers, no activation"
     rows = record.rows
     merged = (rows["case"] == name) & (rows["backend"] == "torch-merged")
@@ -103,7 +108,7 @@ def test_verdicts_follow_the_data(ran):
 
 
 def test_an_unexplained_refutation_is_said_to_be_open(ran):
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     cell = next(c for c in record.cells if c["case"].startswith("matmul") and "observed" in c)
     cell["observed"]["kernels"] = {"gemm": 2, "pointwise": 1}
     cell |= {"verdict": "refuted", "difference": "1 gemm more"}
@@ -111,7 +116,7 @@ def test_an_unexplained_refutation_is_said_to_be_open(ran):
 
 
 def test_a_case_that_fails_alike_in_every_way_puts_the_check_in_doubt(ran):
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     for cell in record.cells:
         if cell["case"] == "q+k+v":
             cell |= {"state": "dropped", "reason": "wrong result"}
@@ -119,7 +124,7 @@ def test_a_case_that_fails_alike_in_every_way_puts_the_check_in_doubt(ran):
 
 
 def test_without_device_activity_no_claim_about_kernels_is_decided(ran):
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     record.environment["device"] = "mps"
     kernels = [claim for claim in claims.all_claims(View(record)) if "no Metal kernels" in claim.observed]
     assert len(kernels) == sum(test.on_kernels for test in claims.CLAIMS) == 7
@@ -128,7 +133,7 @@ def test_without_device_activity_no_claim_about_kernels_is_decided(ran):
 
 def gpu_record(ran, *, times):
     """A record of a GPU with wall and device times (ms) by (case, way, clock), three rounds of each."""
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     record.environment["device"] = "cuda"
     label = {"study": "mlp_fusion", "target": "cuda", "batch_size": 8, "dtype": "float16"}
     rows, cells = [], {}
@@ -163,7 +168,7 @@ def test_a_width_without_device_times_is_judged_by_the_wall_and_not_left_out(ran
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.001, "confirmed"), (0.3, "refuted")])
 def test_a_hand_written_kernel_that_compiles_again_for_a_shape_is_seen(ran, seconds, verdict):
-    record = load(ran / "output" / "mlp_fusion" / "per_trial.npz")
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
     counts = {"torch-compile, dynamic=False": 3, "triton": 0}
     record.environment["findings"]["shape changes"] = [
         {"policy": policy, "graphs": graphs, "rows": [1, 2, 3], "first_call_s": [0.001, seconds, 0.001]}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+QUICK_TAG = "quick"  # of runs with --quick, which are for a look and must not replace a full one
 
 
 class Fault(Exception):
