@@ -3,11 +3,13 @@
     python scr/tune.py            # about 15 minutes on 2 CPU cores; Ctrl-C and run again to go on
     python scr/tune.py --quick    # batches 1 and 128 only
 
-Each candidate is checked against the reference before it is timed, and replaces the default only where the
+The candidates for a tiling are compiled first, on all cores (16 at most; not on Metal, whose compiler is
+quick). Each is checked against the reference before it is timed, and replaces the default only where the
 interval of its speedup says so. Prints one line per tiling searched, and where the result is stored:
 output/tuned/DEVICE.json. Tilings found with other kernel texts than today's are not used.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,8 +57,10 @@ def main() -> None:
     images = normalise(pixels).transpose(0, 2, 3, 1)  # (N, 1, 28, 28) -> (N, 28, 28, 1)
     for level in settings.levels:
         model = mlx_model.get_model(level, settings.checkpoint, mx.float32, target)
-        for step in tuning.search(model, settings.batch_sizes, settings.rounds, settings.resume, images):
-            print(sentence(step), flush=True)
+        steps = tuning.search(model, settings.batch_sizes, settings.rounds, settings.resume, images)
+        with closing(steps):  # also after Ctrl-C: what compiles then is let finish
+            for step in steps:
+                print(sentence(step), flush=True)
     print(f"stored in {shown(tuning.path(target))}")
 
 

@@ -1,17 +1,18 @@
 """Search this machine for tilings that beat the defaults, and keep what it found for later runs.
 
 A candidate replaces one tiling of a whole forward, so it is timed where it will be used: chained with the
-other launches, through MLX, by the wall clock. First every candidate gets a few bursts; then the best few
-and the default compete in interleaved rounds, and the winner is kept only if `statistics.speedup` calls it
-faster than the default. Blocks are searched one after the other, each with the earlier ones' winners in
-place. Results are stored per device in `output/tuned/NAME.json` after every step, so that an interrupted
-search goes on where it stopped.
+other launches, through MLX, by the wall clock. First all candidates of a step are compiled, in parallel, in
+processes of their own (harness/ahead.py). Then every candidate gets a few bursts; then the best few and the
+default compete in interleaved rounds, and the winner is kept only if `statistics.speedup` calls it faster
+than the default. Blocks are searched one after the other, each with the earlier ones' winners in place.
+Results are stored per device in `output/tuned/NAME.json` after every step, so that an interrupted search goes
+on where it stopped.
 """
 
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tqdm import tqdm
 import kernels
 import mlx_model
 from harness import machine, statistics
+from harness.ahead import Ahead, AnyTiling
 from harness.cli import Fault
 from harness.paths import OUTPUT, write_atomic
 from harness.present import present
@@ -35,7 +37,6 @@ BURST_S = 0.02  # of one candidate, without a pause
 SCREENING_ROUNDS = 3
 FIELDS = {"Tiling": tilings.Tiling, "NetworkTiling": tilings.NetworkTiling}
 
-AnyTiling = tilings.Tiling | tilings.NetworkTiling
 Setting = tuple[AnyTiling | None, ...]  # what replaces a level's defaults
 
 
@@ -114,11 +115,25 @@ def load(target: str) -> Results | None:
 
 def search(
     model: mlx_model.DepthwiseMNIST, batches: tuple[int, ...], rounds: int, resume: bool, images: np.ndarray
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Search every tiling of `model`'s level for each batch size; yields and stores each finished step.
 
-    images (N, 28, 28, 1) float32; a batch is the first N, repeated as needed.
+    images (N, 28, 28, 1) float32; a batch is the first N, repeated as needed. The processes that compile live
+    until the generator ends or is closed.
     """
+    with Ahead(present(model._launches).target) as ahead:
+        yield from _search(model, batches, rounds, resume, images, ahead)
+
+
+def _search(
+    model: mlx_model.DepthwiseMNIST,
+    batches: tuple[int, ...],
+    rounds: int,
+    resume: bool,
+    images: np.ndarray,
+    ahead: Ahead,
+) -> Iterator[Step]:
+    """`search` with the processes that compile given."""
     launches = present(model._launches)
     target = launches.target
     results = (load(target) if resume else None) or Results(
@@ -139,46 +154,55 @@ def search(
             step = done.get((model.level, batch, slot))
             if step is None:
                 step = Step(model.level, batch, slot)
-                _search_one(step, setting, launches, x, np.array(reference), rounds)
+                _search_one(step, setting, launches, x, np.array(reference), rounds, ahead)
                 results.steps.append(step)
                 write_atomic(path(target), json.dumps(asdict(results), indent=1) + "\n")
             yield step
             setting = _with(setting, slot, step.found())
 
 
-def _with(
-    setting: Setting, slot: int | None, tiling: tilings.Tiling | tilings.NetworkTiling | None
-) -> Setting:
+def _with(setting: Setting, slot: int | None, tiling: AnyTiling | None) -> Setting:
     """`setting` with `tiling` in `slot`."""
     return tuple(tiling if i == (slot or 0) else other for i, other in enumerate(setting))
 
 
+def _candidates(step: Step, target: str) -> list[AnyTiling]:
+    """What `step` tries; the default comes first."""
+    shapes = mlx_model.SHAPE.blocks
+    if step.block is None:
+        return [*tilings.network_candidates(shapes, step.batch, target)]
+    shape = shapes[step.block]
+    cuts = tilings.block_candidates(shape, step.batch, target)
+    if shape is shapes[-1] and target != "host":  # with the head in the same launch
+        whole = [cut for cut in cuts if (cut.rows, cut.splits) == (shape.out_height, 1)]
+        cuts += [replace(cut, head=True) for cut in whole if not cut.staged]
+    return [*cuts]
+
+
 def _search_one(
-    step: Step, setting: Setting, launches: Any, x: mx.array, reference: np.ndarray, rounds: int
+    step: Step,
+    setting: Setting,
+    launches: Any,
+    x: mx.array,
+    reference: np.ndarray,
+    rounds: int,
+    ahead: Ahead,
 ) -> None:
     """Fill in `step`. Raises Fault where the default itself is wrong or does not run.
 
     reference: of the first images. For the others, whose reference would take a CPU too long, the first
     result that is right on these stands in.
     """
-    shapes = mlx_model.SHAPE.blocks
-    candidates: list[AnyTiling]
-    if step.block is None:
-        candidates = [*tilings.network_candidates(shapes, step.batch, launches.target)]
-    else:
-        shape = shapes[step.block]
-        cuts = tilings.block_candidates(shape, step.batch, launches.target)
-        if shape is shapes[-1] and launches.target != "host":  # with the head in the same launch
-            whole = [cut for cut in cuts if (cut.rows, cut.splits) == (shape.out_height, 1)]
-            cuts += [replace(cut, head=True) for cut in whole if not cut.staged]
-        candidates = [*cuts]
+    candidates = _candidates(step, launches.target)
     dtype = str(x.dtype).removeprefix("mlx.core.")
+    what = f"{step.level}{'' if step.block is None else f' {step.block}'} at {step.batch}"
+    jobs = ahead.jobs(candidates, step.block, dtype)
+    for _ in tqdm(ahead.run(jobs), f"{what}: compiling", len(jobs), disable=None, leave=False):
+        pass
     forwards: dict[Any, Callable[[], mx.array]] = {}
     screened: dict[Any, float] = {}
     expected = reference
-    for tiling in tqdm(
-        candidates, f"{step.level} {step.block or ''} at {step.batch}", disable=None, leave=False
-    ):
+    for tiling in tqdm(candidates, f"{what}: timing", disable=None, leave=False):
         run = _forward(launches, _with(setting, step.block, tiling), x)
         result = _result(run)
         if result is None or not compare(result[: len(expected)], expected, dtype)["passed"]:
