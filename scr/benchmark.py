@@ -13,6 +13,7 @@ Ctrl-C keeps what was measured in output/per_trial.partial.npz. Exit status: 0; 
 result or failed, or none could run; 2 for bad input; 130 after Ctrl-C.
 """
 
+import itertools
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,6 +71,10 @@ class Settings(MeasureSettings):
     tf32: bool = field(
         default=False,
         metadata={"help": "also time with TF32, the frameworks' default on NVIDIA, as a second case"},
+    )
+    direct: bool = field(
+        default=False,
+        metadata={"help": "also time MLX's best rungs without its CUDA graphs (NVIDIA), as further cases"},
     )
     again: bool = field(
         default=False,
@@ -158,7 +163,7 @@ def measure(settings: Settings) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         weights = backends.port_weights(settings.checkpoint, Path(folder) / "weights.safetensors")
         environment = machine.describe(threads=settings.threads)
-        probes = ceilings.probes(settings.backends, settings.device, settings.threads)
+        probes = ceilings.probes(settings.backends, settings.device, settings.threads, settings.direct)
         found, source = cases(settings, weights)
         record = run_study(found, settings, environment | {"inputs": source}, probes)
     add_costs(record)
@@ -201,6 +206,8 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
         peers = candidates(settings, replace(options, dtype="float32", tf32=True))
         case = replace(network, name="network, TF32", dtype="float32", tolerance="tf32", candidates=peers)
         found.append(replace(case, energy=False))
+    if settings.direct:
+        found += direct_cases(settings, network, options)
     beside: list[Case] = []  # whose energy nobody asks for
     sizes = tuple(size for size in settings.batch_sizes if size in SHAPES_BATCHES) or (1,)
     for name in settings.shapes:
@@ -210,6 +217,18 @@ def cases(settings: Settings, weights: Path) -> tuple[list[Case], str]:
         beside += layers.cases(settings.backends, options, first, (size,))
         beside += ablation.cases(settings.backends, options, (size,))
     return [*found, *(replace(case, energy=False) for case in beside)], source
+
+
+def direct_cases(settings: Settings, network: Case, options: backends.Options) -> list[Case]:
+    """MLX's best rungs, launched without CUDA graphs, and waited for asleep or awake; in its rounds."""
+    names = [name for name in backends.DIRECT_RUNGS if name in settings.backends]
+    found = []
+    for dtype, (name, awake) in itertools.product(settings.dtype, backends.DIRECT_CASES.items()):
+        how = replace(options, dtype=dtype, direct=True, awake=awake)
+        rungs = tuple(backends.candidate(rung, how) for rung in names)
+        case = replace(network, name=name, dtype=dtype, candidates=rungs)
+        found.append(replace(case, energy=False, shares_rounds=network.name))
+    return found if names else []
 
 
 def candidates(settings: Settings, options: backends.Options) -> tuple[Candidate, ...]:
@@ -226,8 +245,14 @@ def add_costs(record: Record) -> None:
     limits = record.environment["ceilings"]
     for cell in record.cells:
         if cell["target"] and cell["study"] == "mnist":
-            rung = cell["backend"].removesuffix("-again")
-            cell["cost"] = costs.predict(rung, cell["target"], cell["batch_size"], cell["dtype"], limits)
+            cell["cost"] = costs.predict(
+                costs.rung_of(cell),
+                cell["target"],
+                cell["batch_size"],
+                cell["dtype"],
+                limits,
+                "mlx-direct" if cell["case"] in backends.DIRECT_CASES else None,
+            )
 
 
 def report(record: Record, plots: Path, markdown: Path) -> None:

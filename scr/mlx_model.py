@@ -179,9 +179,9 @@ class Tunings(Protocol):
 class FusedNetwork:
     """The network as a few launches: the layer of `kernels.network_by_blocks` and `kernels.network`.
 
-    (N, 28, 28, 1) -> (N, 10). Level "block" is five launches (stem and block 0, three blocks, the head),
-    "network" one. On the host either is one foreign call. The launches are prepared once per batch size; what
-    is prepared for the last MAX_PLANS sizes is kept.
+    (N, 28, 28, 1) -> (N, 10). Level "block" is five launches (stem and block 0, three blocks, the head), or
+    four where the last block's also computes the head; "network" is one. On the host either is one foreign
+    call. The launches are prepared once per batch size; those of the last MAX_PLANS sizes are kept.
     """
 
     MAX_PLANS = 32  # at level "block" on the host each holds some MB, the activations of its chunks
@@ -213,6 +213,7 @@ class FusedNetwork:
         found = self.tunings.pick(self.level, whole or batch) if self.tunings else None
         if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
             arrivals = mx.zeros((8,), mx.uint32)
+            mx.eval(arrivals)  # else every forward would launch a kernel that fills it
             spread = kernels.default_spread_tiling(batch, kernels.multiprocessors())
             return [
                 kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, spread)

@@ -8,6 +8,7 @@ from harness.backends import (
     BACKENDS,
     DEFAULT,
     MetalDefaults,
+    MlxBackend,
     MlxNetwork,
     Options,
     TorchBackend,
@@ -108,6 +109,32 @@ def test_tf32_has_processes_of_its_own(checkpoint):
     assert may_use_tf32("torch-graph") and not may_use_tf32("mlx-fused")
 
 
+def test_launching_without_graphs_has_a_process_of_its_own(checkpoint):
+    usual, direct = (candidate("mlx-block", Options(checkpoint, direct=direct)) for direct in (False, True))
+    assert direct.worker == "mlx-direct" != usual.worker
+    assert direct.environment == usual.environment | {"MLX_USE_CUDA_GRAPHS": "0"}
+    awake = candidate("mlx-block", Options(checkpoint, direct=True, awake=True))
+    assert awake.worker == direct.worker and awake.arguments["awake"] and not direct.arguments["awake"]
+
+
+def test_only_a_single_forward_is_waited_for_awake(checkpoint):
+    model = mlx_model.get_model("layers", checkpoint)
+    backend = MlxBackend(lambda: model, "float32", compiled=False, custom=False, target=None, awake=True)
+    expected = output(build(candidate("mlx", Options(checkpoint))), images(2))
+    assert np.allclose(output(backend, images(2)), expected, atol=1e-5)
+    spin = backend.spins[2]
+    assert spin.seen == 1
+    for _ in range(2):
+        backend.launch()
+    backend.synchronize()
+    assert spin.seen == 1, "it learned from two forwards at once"
+    backend.run()
+    backend.discard()
+    backend.run()
+    backend.synchronize()
+    assert spin.seen == 2 and len(backend.outputs) == 1
+
+
 def test_torch_runs_without_autograd(checkpoint):
     backend = build(candidate("torch", Options(checkpoint, device="cpu")))
     output(backend, images(1))
@@ -146,6 +173,8 @@ def test_what_needs_a_gpu_says_so(checkpoint):
             build(candidate(name, Options(checkpoint)))
     with pytest.raises(Fault, match="Metal's tilings are compared with CUDA's on an NVIDIA GPU"):
         build(candidate("mlx-block-32kb", Options(checkpoint, target="host")))
+    with pytest.raises(Fault, match="MLX launches without CUDA graphs only on an NVIDIA GPU"):
+        build(candidate("mlx-folded", Options(checkpoint, direct=True)))
     with pytest.raises(Fault, match="PyTorch sees no cuda device here"):
         torch_device("cuda")
 

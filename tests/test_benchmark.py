@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import benchmark
+from harness import ceilings
 from harness import record as records
 from harness.cli import Fault, parse_settings
 from harness.measure import MeasureSettings
@@ -289,6 +290,32 @@ def test_ctrl_c_leaves_the_old_file_and_writes_a_partial_one(tmp_path, checkpoin
     assert 2 <= (record.rows.kind == "latency").sum() < 100
     assert "per_trial.partial.npz" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_mlx_without_graphs_is_timed_in_the_networks_rounds(command, monkeypatch):
+    seen = []
+
+    def fake(cases, settings, environment, probes):
+        seen.extend(cases)
+        return measured(seconds=0.0, ceilings=[])
+
+    monkeypatch.setattr(benchmark, "run_study", fake)
+    workers = [[p.worker for p in ceilings.probes(("mlx",), "cpu", 1, direct)] for direct in (False, True)]
+    assert workers[1] == [*workers[0], "mlx-direct"] and "mlx-direct" not in workers[0]
+    rungs = ("--backends", "torch", "mlx", "mlx-network", "mlx-block")
+    assert command(*TINY, "--direct", *rungs, "--dtype", "float32", "float16", report=lambda *_: None) == 0
+    direct = [case for case in seen if case.name != "network"]
+    assert [(case.name, case.dtype) for case in direct] == [
+        ("network, direct", "float32"),
+        ("network, direct, awake", "float32"),
+        ("network, direct", "float16"),
+        ("network, direct, awake", "float16"),
+    ]
+    for case in direct:
+        assert [one.name for one in case.candidates] == ["mlx-block", "mlx-network"]
+        assert {one.arguments["dtype"] for one in case.candidates} == {case.dtype}
+        assert case.shares_rounds == "network" and not case.energy
+        assert all(one.arguments["awake"] == case.name.endswith("awake") for one in case.candidates)
 
 
 def test_storage_types_are_cases_of_their_own(command, monkeypatch):

@@ -4,6 +4,7 @@ The texts themselves are checked, on every target, by tests/kernels.
 """
 
 import dataclasses
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import kernels
+import mlx_model
 from kernels import blocks, launcher, plans, tilings
 from kernels.tilings import BlockShape, Tiling
 
@@ -312,13 +314,47 @@ def test_a_block_with_the_head_takes_whole_images_and_both_their_weights():
         call(many, 100, whole)
 
 
-def test_a_tiling_with_the_head_saves_a_launch():
-    parts = kernels.weight_parts(packed_network("cuda"), SHAPE)
-    last = dataclasses.replace(tilings.default_tiling(SHAPE.blocks[-1], 64, "cuda"), head=True)
-    for given, launches in ((None, 5), ((None, None, None, last), 4)):
-        calls = kernels.block_calls(kernels.ARGUMENT, 2, mx.float32, parts, SHAPE, "cuda", given)
-        assert len(calls) == launches
-        assert calls[-1].output_shapes == ((2, SHAPE.classes),)
+@pytest.mark.parametrize(
+    ("target", "batch", "launches"),
+    [
+        ("cuda", 1, 5),
+        ("cuda", 16, 5),
+        ("cuda", 64, 4),
+        ("cuda", 4096, 4),
+        ("metal", 4096, 5),
+        ("host", 64, 5),
+    ],
+)
+def test_the_head_is_in_the_last_blocks_launch_where_its_groups_have_whole_images(target, batch, launches):
+    parts = kernels.weight_parts(packed_network(target), SHAPE)
+    last = tilings.default_tiling(SHAPE.blocks[-1], batch, target)
+    for given, count in ((None, launches), ((None, None, None, last), 5)):
+        calls = kernels.block_calls(kernels.ARGUMENT, batch, mx.float32, parts, SHAPE, target, given)
+        assert len(calls) == count
+        assert calls[-1].output_shapes == ((batch, SHAPE.classes),)
+
+
+def test_scratch_with_the_head_holds_the_sums_of_its_tiles():
+    shape = SHAPE.blocks[-1]
+    apart = tilings.default_tiling(shape, 4096, "cuda")
+    inside = tilings.default_tiling(shape, 4096, "cuda", last=True)
+    assert inside == dataclasses.replace(apart, head=True)
+    tiles = -(-shape.out_height * shape.out_width // apart.pixels)
+    assert inside.scratch_bytes(shape) - apart.scratch_bytes(shape) == 4 * tiles * shape.outputs
+    candidates = tilings.block_candidates(shape, 4096, "cuda", last=True)
+    assert candidates[:1] == [inside] and apart in candidates
+    assert not any(tiling.head for tiling in tilings.block_candidates(SHAPE.blocks[1], 4096, "cuda"))
+
+
+def test_the_spread_networks_counter_is_no_launch_of_its_own(monkeypatch):
+    """An array of zeros that is not evaluated would be filled by a kernel in every forward."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda: 132)
+    weights = mx.zeros((mlx_model.SHAPE.packed_size,))
+    network = mlx_model.FusedNetwork("network", weights, "cuda")
+    (call,) = network.calls(1, mx.float32)
+    text = io.StringIO()
+    mx.export_to_dot(text, call.inputs[2])
+    assert "shape=rectangle" not in text.getvalue()
 
 
 @needs_host

@@ -157,3 +157,27 @@ def test_without_ceilings_there_is_no_floor():
     cost = costs.predict("mlx", "cpu", 1, "float32", [])
     assert cost["floor_ms"] is None and cost["launch_ms"] is None and cost["launches"] == 93
     assert costs.predict("gelu", "cpu", 1, "float32", LIMITS) is None
+
+
+def test_the_head_in_the_last_blocks_launch_saves_a_launch_and_its_input_twice():
+    apart, inside = (launches(rung) for rung in ("mlx-block", "mlx-block, head inside"))
+    assert len(inside) == 4 and inside[:3] == apart[:3]
+    saved = activation_bytes("mlx-block") - activation_bytes("mlx-block, head inside")
+    assert saved == 4 * 2 * 192 * 49, "block 3's output is neither written nor read"
+
+
+def test_a_cell_is_costed_as_what_it_launched():
+    cell = {"backend": "mlx-block-again", "launches_counted": 5}
+    assert costs.rung_of(cell) == "mlx-block"
+    assert costs.rung_of(cell | {"launches_counted": 4}) == "mlx-block, head inside"
+    assert costs.rung_of({"backend": "mlx", "launches_counted": 4}) == "mlx"
+    assert costs.rung_of({"backend": "mlx-block"}) == "mlx-block"
+
+
+def test_the_launchers_own_price_counts():
+    direct = [
+        {"name": name, "framework": "mlx-direct", "target": "cuda", "value": value}
+        for name, value in (("launch_wait", 0.5), ("launch_chain", 0.25))
+    ]
+    cost = costs.predict("mlx-block", "cuda", 1, "float32", [*LIMITS, *direct], "mlx-direct")
+    assert cost["launch_ms"] == pytest.approx(0.5 + 4 * 0.25)

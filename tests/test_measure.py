@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from fake_backends import CLOCK, FakeBackend, LocalWorker, candidate, case, inputs
+from harness import measure as measure_module
 from harness import record as records
 from harness import worker as worker_module
 from harness.cli import Fault
+from harness.gpu_trace import Activity
 from harness.measure import (
     LEAST_ROUNDS,
     Interrupted,
@@ -392,6 +395,70 @@ def test_energy_is_counted_where_there_is_a_counter(monkeypatch):
     assert "joules_per_image" not in a and asked == [(90.0, 0.5)]
     monkeypatch.setattr(worker_module, "open_counter", lambda: None)
     assert "joules_per_image" not in run(cases, settings=settings).cells[0]
+
+
+class FakeTrace:
+    """A GPU that is busy for 0.25 ms in every forward, in two kernels; `calls` counts what was traced."""
+
+    calls = 0
+
+    def __init__(self, library):
+        if library == "refuses":
+            raise RuntimeError("cuptiActivityRegisterCallbacks gave status 35")
+
+    def record(self, work):
+        work()
+        FakeTrace.calls += 1
+        return [Activity(0, 200_000, "a"), Activity(250_000, 300_000, "b")]
+
+
+def traced(monkeypatch, library="there", **changes):
+    """A run of a traced backend beside one that is not."""
+    monkeypatch.setattr(worker_module, "find_library", lambda: library)
+    monkeypatch.setattr(worker_module, "Trace", FakeTrace)
+    monkeypatch.setattr(FakeTrace, "calls", 0)
+    return run(case(candidate("gpu", traced=True, **changes), candidate("a"), batch_sizes=(1, 4)))
+
+
+def test_a_gpu_is_traced_after_everything_else(monkeypatch):
+    record = traced(monkeypatch)
+    rows = record.rows
+    device = rows[rows.kind == "device"]
+    assert set(device.backend) == {"gpu"} and set(device.latency_ms) == {0.25}
+    assert device.sequence.min() > rows[rows.kind != "device"].sequence.max()
+    per_cell = measure_module.TRACE_ROUNDS * measure_module.TRACED_FORWARDS
+    assert len(device) == 2 * per_cell == FakeTrace.calls
+    assert device["round"].nunique() == measure_module.TRACE_ROUNDS
+    gpu = [cell for cell in record.cells if cell["backend"] == "gpu"]
+    assert all(cell["device_clock"] == "GPU trace" and cell["kernels_traced"] == 2 for cell in gpu)
+    assert all("device" not in cell["left_out"] for cell in gpu)
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [(None, "CUPTI, which keeps"), ("refuses", "the GPU cannot be traced: .* 35$")],
+)
+def test_a_gpu_that_cannot_be_traced_keeps_its_other_times_and_says_why(monkeypatch, library, reason):
+    record = traced(monkeypatch, library=library)
+    gpu = [cell for cell in record.cells if cell["backend"] == "gpu"]
+    assert [cell["state"] for cell in gpu] == ["steady", "steady"]
+    assert all(re.match(reason, cell["left_out"]["device"]) for cell in gpu)
+    assert not (record.rows.kind == "device").any()
+
+
+def test_a_crash_while_tracing_costs_no_time_that_was_measured(monkeypatch):
+    monkeypatch.setattr(FakeTrace, "record", lambda self, work: (_ for _ in ()).throw(WorkerCrash("died")))
+    record = traced(monkeypatch)
+    gpu = [cell for cell in record.cells if cell["backend"] == "gpu"]
+    assert all(cell["state"] == "steady" and cell["left_out"]["device"] for cell in gpu)
+    assert record.environment["workers"]["one"]["reason"] == "died"
+
+
+def test_an_interrupted_run_says_that_the_gpu_was_not_traced(monkeypatch):
+    with pytest.raises(Interrupted) as stop:
+        traced(monkeypatch, stop_after=60)
+    reasons = {c["left_out"].get("device") for c in stop.value.record.cells if c["backend"] == "gpu"}
+    assert reasons == {measure_module.NOT_YET_TRACED}
 
 
 def test_a_reference_that_fails_is_a_fault():

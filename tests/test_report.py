@@ -504,3 +504,39 @@ def test_optional_facts_may_be_absent():
             del cell[name]
     result = report_text(bare)
     assert "No output was checked" in result and "no ceilings were measured" in result
+
+
+def with_direct(**changes):
+    """A GPU's record with MLX's rungs also launched without graphs (0.8 of the time) and awake (0.6)."""
+    record = make_gpu_record(batch_sizes=(1, 128))
+    for case, factor in (("network, direct", 0.8), ("network, direct, awake", 0.6)):
+        more = make_gpu_record(batch_sizes=(1, 128))
+        rows = more.rows[more.rows["backend"].isin(["mlx-block", "mlx-network"])].copy()
+        rows.loc[rows["kind"] == "latency", "latency_ms"] *= factor
+        rows["case"] = case
+        record.rows = pd.concat([record.rows, rows], ignore_index=True)
+        kept = [cell for cell in more.cells if cell["backend"] in ("mlx-block", "mlx-network")]
+        record.cells += [cell | {"case": case} | changes for cell in kept]
+    return record
+
+
+def test_ways_of_launching_are_compared_with_the_one_before():
+    result = report_text(with_direct())
+    body = section(result, "How MLX launches and waits")
+    line = next(line for line in body.splitlines() if line.startswith("| 128 | float32 | mlx-network"))
+    assert re.search(r"1\.2\d \[[^]]+\] faster .* 1\.3\d \[[^]]+\] faster", line)
+    assert re.search(r"Shortest with either: .* at batch 1 \(`mlx-block` awake\)", body)
+    assert "direct" not in section(result, "Other precisions") if "## Other precisions" in result else True
+    assert "network, direct" not in section(result, "Other cases") if "## Other cases" in result else True
+    assert "How MLX launches and waits" not in report_text(make_gpu_record(batch_sizes=(1,)))
+
+
+def test_device_times_from_the_gpus_trace_are_said_to_be():
+    record = make_gpu_record(batch_sizes=(1,))
+    assert "slope between chains" in section(report_text(record), "Clocks")
+    for cell in record.cells:
+        cell |= {"device_clock": "GPU trace", "kernels_traced": 3}
+    result = report_text(record)
+    assert "the GPU's own, from its trace" in section(result, "Clocks")
+    assert "slope between chains" not in section(result, "Clocks")
+    assert re.search(r"kernels in the GPU's trace \|\n.*\n\|.* 3 \|", section(result, "Launches"))

@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from harness import gpu_trace
 from harness.cli import Fault
 from harness.measure import Candidate
 from harness.paths import shown
+from harness.spin import Spin
 from harness.worker import Backend, Worker, WorkerCrash, WorkerError
 
 # What each backend is, for help texts and reports.
@@ -59,6 +61,10 @@ _MLX = {  # backend: (fusion level, under mx.compile)
     "mlx-block-32kb": ("block", False),
     "mlx-network": ("network", False),
 }
+NO_GRAPHS = {"MLX_USE_CUDA_GRAPHS": "0"}  # MLX reads it when it first launches
+# Cases in which MLX launches without CUDA graphs: are they waited for awake? And the rungs timed in them.
+DIRECT_CASES = {"network, direct": False, "network, direct, awake": True}
+DIRECT_RUNGS = ("mlx-folded", "mlx-block", "mlx-network")
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Options:
     `mlx_checkpoint` holds the weights of `checkpoint` as `port_weights` writes them, so that MLX's process
     needs no PyTorch. `device` is PyTorch's, `target` that of our kernels (None: MLX's device). With `tf32`,
     float32 may use TF32, the frameworks' default on NVIDIA. With `tuned`, kernels use the tilings that
-    `tune.py` found for this machine, if it ran.
+    `tune.py` found for this machine, if it ran. With `direct`, MLX launches on CUDA without CUDA graphs; with
+    `awake` too, a single forward is waited for with the thread awake (spin.py).
     """
 
     checkpoint: Path
@@ -80,6 +87,8 @@ class Options:
     compile_mode: str = "default"
     tf32: bool = False
     tuned: bool = True
+    direct: bool = False
+    awake: bool = False
 
 
 def candidate(name: str, options: Options) -> Candidate:
@@ -92,8 +101,11 @@ def candidate(name: str, options: Options) -> Candidate:
         weights = str(options.mlx_checkpoint or options.checkpoint)
         arguments = common | {"checkpoint": weights, "level": level, "compiled": compiled}
         arguments |= {"target": options.target, "tuned": options.tuned, "as_metal": name == "mlx-block-32kb"}
-        factory = "harness.backends:MlxNetwork"
-        return Candidate(name, f"mlx{suffix}", factory, arguments, "mlx.core", variables)
+        worker = f"mlx{suffix}"
+        if options.direct:
+            worker, variables = f"mlx-direct{suffix}", variables | NO_GRAPHS
+            arguments |= {"direct": True, "awake": options.awake}
+        return Candidate(name, worker, "harness.backends:MlxNetwork", arguments, "mlx.core", variables)
     arguments = common | {"threads": options.threads}
     if name == "onnxruntime":
         return Candidate(name, name, "harness.backends:OnnxNetwork", arguments)
@@ -169,6 +181,7 @@ class TorchBackend(Backend):
 
         self.torch = torch
         self.target = torch_device(device)
+        self.traced = self.target == "cuda" and gpu_trace.find_library() is not None
         self.variant = variant
         self.graphed = variant.startswith("graph")
         graphs = self.graphed or (variant == "compile" and compile_mode == "reduce-overhead")
@@ -251,8 +264,8 @@ class TorchBackend(Backend):
         return self.outputs[-1].to("cpu", kind).numpy()
 
     def device_ms(self) -> float | None:
-        """CUDA: events around one forward; between kernels that are too short it includes the launch gaps."""
-        if self.target != "cuda":
+        """CUDA without a trace: events around one forward, which include the gaps between launches."""
+        if self.target != "cuda" or self.traced:
             return None
         start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.wait()
@@ -334,11 +347,18 @@ def torch_device(device: str) -> str:
 class MlxBackend(Backend):
     """An MLX module in eval mode, on images, on MLX's default device.
 
-    `custom`: it runs our kernels, on `target`; there `compiled` needs kernels inside MLX's graph.
+    `custom`: it runs our kernels, on `target`; there `compiled` needs kernels inside MLX's graph. `awake`: a
+    single forward is waited for spinning (spin.py).
     """
 
     def __init__(
-        self, make_model: Callable[[], Any], dtype: str, compiled: bool, custom: bool, target: str | None
+        self,
+        make_model: Callable[[], Any],
+        dtype: str,
+        compiled: bool,
+        custom: bool,
+        target: str | None,
+        awake: bool = False,
     ) -> None:
         import mlx.core as mx
 
@@ -358,8 +378,12 @@ class MlxBackend(Backend):
         self.forward = mx.compile(self.model) if compiled else self.model
         self.compiled = compiled
         self.counts_launches = not (custom and where == "host")  # those kernels lie outside the graph
+        self.traced = mlx_device() == "cuda" and gpu_trace.find_library() is not None
         self.x: Any = None
         self.outputs: list[Any] = []
+        self.awake = awake
+        self.spins: dict[int, Spin] = {}  # by batch size
+        self.pending, self.started = 0, 0.0  # forwards described and not waited for; when the last one began
         self.link_ms: dict[int, float] = {}
         # Costs one element-wise launch; exact, since 0·y is zero, and not foldable without knowing y.
         self.link = mx.compile(lambda x, y: x + 0 * y.reshape(len(y), -1)[:, :1, None, None])
@@ -371,6 +395,9 @@ class MlxBackend(Backend):
 
     def run(self) -> None:
         """Describe one forward; nothing is computed yet, but for kernels on the host."""
+        self.pending += 1
+        if self.awake:
+            self.started = time.perf_counter()
         self.outputs.append(self.forward(self.x))
 
     def launch(self) -> None:
@@ -380,12 +407,19 @@ class MlxBackend(Backend):
 
     def synchronize(self) -> None:
         """Compute every output and wait."""
-        self.mx.eval(self.outputs)
+        if self.awake and self.pending == 1:
+            self.mx.async_eval(self.outputs)
+            spin = self.spins.setdefault(len(self.x), Spin())
+            spin.wait(self.started, lambda: self.mx.eval(self.outputs))
+        else:
+            self.mx.eval(self.outputs)
+        self.pending = 0
         del self.outputs[:-1]
 
     def discard(self) -> None:
         """Forget the outputs: what was only described costs nothing."""
         self.outputs.clear()
+        self.pending = 0
 
     def result(self) -> np.ndarray:
         """The last output, in PyTorch's layout where it is images: (N, H, W, C) -> (N, C, H, W)."""
@@ -393,12 +427,12 @@ class MlxBackend(Backend):
         return output.transpose(0, 3, 1, 2) if output.ndim == 4 else output
 
     def device_ms(self) -> float | None:
-        """On a GPU: the slope between chains of K and 2K dependent forwards, less that of the links alone.
+        """On a GPU without a trace: the slope between chains of K and 2K dependent forwards, less the links'.
 
         MLX has no event timer. In a chain, Python and launches of the next forward overlap the device's work;
         each forward's input depends on the last one's output through data, else forwards could overlap too.
         """
-        if self.mx.default_device().type != self.mx.DeviceType.gpu:
+        if self.traced or self.mx.default_device().type != self.mx.DeviceType.gpu:
             return None
         size = len(self.x)
         if size not in self.link_ms:
@@ -453,6 +487,8 @@ class MlxNetwork(MlxBackend):
         target: str | None = None,
         tuned: bool = True,
         as_metal: bool = False,
+        direct: bool = False,
+        awake: bool = False,
     ) -> None:
         import mlx.core as mx
 
@@ -462,7 +498,8 @@ class MlxNetwork(MlxBackend):
 
         if as_metal and (target or kernels.default_target()) != "cuda":
             raise Fault("Metal's tilings are compared with CUDA's on an NVIDIA GPU")
-
+        if direct and mlx_device() != "cuda":
+            raise Fault("MLX launches without CUDA graphs only on an NVIDIA GPU")
         if level not in mlx_model.LEVELS:
             raise Fault(f"the fusion level {level!r} is not built")
         if level in mlx_model.LAUNCH_LEVELS and dtype not in ("float32", "float16"):
@@ -485,7 +522,7 @@ class MlxNetwork(MlxBackend):
                 level, checkpoint, getattr(mx, dtype), target if custom else None, tunings
             )
 
-        super().__init__(make, dtype, compiled, custom, target)
+        super().__init__(make, dtype, compiled, custom, target, awake)
 
     def facts(self) -> dict[str, Any]:
         """As any MLX backend's, and which tilings it runs with."""

@@ -43,8 +43,11 @@ class Operations(Protocol):
         """A function of a count: so many dependent matrix products of size × size."""
 
 
-def probes(backends: tuple[str, ...], device: str, threads: int) -> tuple[Probe, ...]:
-    """The probes for a set of backends: PyTorch's where it runs, MLX's and the host's where MLX runs."""
+def probes(backends: tuple[str, ...], device: str, threads: int, direct: bool = False) -> tuple[Probe, ...]:
+    """The probes for a set of backends: PyTorch's where it runs, MLX's and the host's where MLX runs.
+
+    `direct`: also what a launch costs MLX without CUDA graphs, in the worker "mlx-direct".
+    """
     found = []
     if any(name.startswith("torch") for name in backends):
         arguments = {"device": device, "threads": threads}
@@ -52,6 +55,8 @@ def probes(backends: tuple[str, ...], device: str, threads: int) -> tuple[Probe,
     if any(name.startswith("mlx") for name in backends):
         found.append(Probe("mlx", "harness.ceilings:mlx_ceilings", module="mlx.core"))
         found.append(Probe("mlx", "harness.ceilings:host_ceilings", {"threads": threads}, module="mlx.core"))
+    if direct:
+        found.append(Probe("mlx-direct", "harness.ceilings:direct_ceilings", module="mlx.core"))
     return tuple(found)
 
 
@@ -65,15 +70,27 @@ def mlx_ceilings() -> list[dict[str, Any]]:
     return list(_measure(MlxOperations()))
 
 
-def _measure(operations: Operations) -> Iterator[dict[str, Any]]:
-    """All entries of one framework on one device."""
-    label = {"framework": operations.framework, "target": operations.target}
-    on_cpu = operations.target == "cpu"
+def direct_ceilings() -> list[dict[str, Any]]:
+    """What launches cost MLX on CUDA without CUDA graphs, in a process with `backends.NO_GRAPHS`."""
+    operations = MlxOperations()
+    label = {"framework": "mlx-direct", "target": operations.target}
+    return list(_launches(operations, label)) if operations.target == "cuda" else []
+
+
+def _launches(operations: Operations, label: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The prices of a launch."""
     operations.chain(20)
     waits = [_seconds(operations.chain, 1) for _ in range(20 * SAMPLES)]
     yield _entry("launch_wait", label, "ms", [1e3 * s for s in waits], best=min)
     slopes = [_slope(operations.chain, 100) for _ in range(SAMPLES)]
     yield _entry("launch_chain", label, "ms", [1e3 * s for s in slopes], best=min)
+
+
+def _measure(operations: Operations) -> Iterator[dict[str, Any]]:
+    """All entries of one framework on one device."""
+    label = {"framework": operations.framework, "target": operations.target}
+    on_cpu = operations.target == "cpu"
+    yield from _launches(operations, label)
     for nbytes in CPU_SETS if on_cpu else GPU_SETS:
         run = operations.copies(nbytes)
         run(2)

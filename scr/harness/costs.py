@@ -179,6 +179,7 @@ class Form:
     pooling: int = 1  # launches; MLX's mean is a sum and a multiplication
     per_block: bool = False  # one launch per block …
     stem_apart: bool = False  # … with the stem stored by its own
+    head_inside: bool = False  # … with the head in the last block's
     whole: bool = False  # one launch
 
 
@@ -201,6 +202,7 @@ RUNGS = {
     "mlx-fused-compile": Form(element_wise="merged", fused_depthwise=True, pooling=2),
     "mlx-six": Form(per_block=True, stem_apart=True),
     "mlx-block": Form(per_block=True),
+    "mlx-block, head inside": Form(per_block=True, head_inside=True),
     "mlx-block-32kb": Form(per_block=True),
     "mlx-network": Form(whole=True),
 }
@@ -212,7 +214,7 @@ def launches(rung: str) -> list[Launch]:
     if form.whole:
         return [Launch("network", PIXELS**2, CLASSES)]
     if form.per_block:
-        return _block_launches(form.stem_apart)
+        return _block_launches(form.stem_apart, form.head_inside)
     pooling = [Launch("head", POOLED, 192), Launch("head", 192, 192)][: form.pooling]
     layers = [launch for block in ("stem", *BLOCKS) for launch in _layer_launches(block, form)]
     return [*layers, *pooling, Launch("head", 192, CLASSES)]
@@ -245,14 +247,25 @@ def _relu(n: int) -> Launch:
     return Launch("element-wise", n, n)
 
 
-def _block_launches(stem_apart: bool) -> list[Launch]:
-    """One launch per block and one for the head; the stem in its own launch, or recomputed in block 0."""
+def rung_of(cell: dict[str, Any]) -> str:
+    """The rung that a cell ran: its backend, for `mlx-block` by the launches that were counted."""
+    rung = cell["backend"].removesuffix("-again")
+    inside = f"{rung}, head inside"
+    return inside if inside in RUNGS and cell.get("launches_counted") == len(launches(inside)) else rung
+
+
+def _block_launches(stem_apart: bool, head_inside: bool) -> list[Launch]:
+    """One launch per block and one for the head, unless the last block's computes it; the stem in its own
+    launch, or recomputed in block 0.
+    """
     found = [Launch("stem", PIXELS**2, _of("stem", "stem").outputs)] if stem_apart else []
     for block in BLOCKS:
         reads = _of(block, "depthwise").inputs
         if block == "block 0" and not stem_apart:
             reads = PIXELS**2
         found.append(Launch("block", reads, _of(block, "pointwise").outputs))
+    if head_inside:
+        return [*found[:-1], Launch("block", found[-1].reads, CLASSES)]
     return [*found, Launch("head", POOLED, CLASSES)]
 
 
@@ -272,9 +285,16 @@ def intensity(rung: str, batch_size: int, flops: int = FLOPS, dtype: str = "floa
 
 
 def predict(
-    backend: str, target: str, batch_size: int, dtype: str, limits: list[dict[str, Any]]
+    backend: str,
+    target: str,
+    batch_size: int,
+    dtype: str,
+    limits: list[dict[str, Any]],
+    launcher: str | None = None,
 ) -> dict[str, Any] | None:
     """What one forward must cost: the cell's `cost`. None for a backend that is no rung.
+
+    `launcher`: whose price of a launch counts; None: that of the backend's framework.
 
     floor_ms = max(arithmetic, bytes) + launches × launch cost. Arithmetic at `peak_rate`; bytes at the best
     measured copy bandwidth of a working set as large as the average launch's; the first launch at the price
@@ -292,7 +312,7 @@ def predict(
     bandwidth = ceilings.bandwidth(limits, nbytes / count, device)
     arithmetic_ms = flops / rate / 1e6 if rate else None
     bytes_ms = nbytes / bandwidth / 1e6 if bandwidth else None
-    launch_ms = _launch_ms(backend, target, count, limits)
+    launch_ms = _launch_ms(backend, target, count, limits, launcher or backend.split("-")[0])
     least_ms = max(arithmetic_ms, bytes_ms) if arithmetic_ms is not None and bytes_ms is not None else None
     return {
         "flops": flops,
@@ -315,11 +335,12 @@ def peak_rate(dtype: str, device: str, limits: list[dict[str, Any]]) -> float | 
     return max((r for r in rates if r), default=None)
 
 
-def _launch_ms(backend: str, target: str, count: int, limits: list[dict[str, Any]]) -> float | None:
+def _launch_ms(
+    backend: str, target: str, count: int, limits: list[dict[str, Any]], framework: str
+) -> float | None:
     """The price of a rung's launches. On the host target, custom kernels are launched by the host's pool."""
     if backend in ("torch-graph", "torch-graph-channels-last", "torch-compile-overhead"):  # one graph
         count = 1
-    framework = backend.split("-")[0]
     own = {"mlx-fused": len(BLOCKS), "mlx-block": count, "mlx-network": count}.get(backend, 0)
     if target != "host":
         own = 0

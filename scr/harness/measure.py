@@ -43,7 +43,7 @@ from harness import statistics, tolerances
 from harness.cli import Fault
 from harness.paths import shown
 from harness.present import present
-from harness.record import Record, rows_from, save, without_false_device_times
+from harness.record import GPU_TRACE, Record, rows_from, save, without_false_device_times
 from harness.worker import Worker, WorkerCrash, WorkerError
 
 LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no interval says anything
@@ -52,6 +52,9 @@ LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no inte
 SHARES = {"latency": 1.0, "throughput": 0.25, "python": 0.1, "device": 0.25}
 PER_ROUND = {"throughput": 1, "python": 5, "device": 1}
 IN_FLIGHT = 8
+TRACE_ROUNDS = 6  # in each of which every cell on an NVIDIA GPU is traced, in random order
+TRACED_FORWARDS = 3  # per cell and round
+NOT_YET_TRACED = "the run ended before the GPU was traced"
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ class Cell:
     target: str = ""
     state: str = ""  # set when it is known to be unavailable or dropped; else at the end
     reason: str = ""
+    traced: bool = False  # its device times come from the GPU's trace
     plan: Plan | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -421,6 +425,9 @@ class Study:
         cell.facts |= built["facts"] | warm["facts"]
         cell.facts |= {name: warm[name] for name in ("warmup_trials", "warmup_steady", "peak_memory_mb")}
         cell.plan = plan_cell(settings, warm["median_ms"], warm["return_ms"], warm["has_device_clock"])
+        cell.traced = warm["traced"]
+        if cell.traced:
+            cell.plan.left_out["device"] = NOT_YET_TRACED
         self.check(cell, warm["output"], "warm-up")
 
     def next(self) -> int:
@@ -499,6 +506,41 @@ class Study:
             joules, idle = found
             cell.facts |= {"joules_per_image": joules / cell.batch_size, "idle_watts": idle}
 
+    def trace_all(self) -> None:
+        """Trace forwards of every cell whose device times come from the GPU's trace.
+
+        After everything else: a process that has traced launches more slowly from then on. A cell that cannot
+        be traced keeps what was timed.
+        """
+        rounds = min(self.settings.rounds, TRACE_ROUNDS)
+        cells = [c for c in self.cells if c.traced and not c.state]
+        bar = progress("trace", rounds * len(cells))
+        for number in range(rounds):
+            self.random.shuffle(cells)
+            for cell in cells:
+                if cell.traced:
+                    self.trace(cell, number)
+                bar.update()
+        bar.close()
+
+    def trace(self, cell: Cell, number: int) -> None:
+        """Trace a few forwards of one cell."""
+        left_out = present(cell.plan).left_out
+        try:
+            found = self.worker(cell.candidate).ask(
+                "trace", key=cell.key, batch=cell.batch_key, count=TRACED_FORWARDS, origin=self.origin
+            )
+        except (Fault, WorkerError, WorkerCrash) as error:
+            cell.traced, left_out["device"] = False, str(error)
+            if isinstance(error, WorkerCrash):
+                self.lose(cell.candidate.worker, str(error))
+            return
+        left_out.pop("device", None)
+        for start_s, milliseconds in found["trials"]:
+            cell.add("device", start_s, milliseconds, self.next(), number)
+        cell.facts["device_clock"] = GPU_TRACE
+        cell.facts["kernels_traced"] = found["kernels"]
+
     def record(self, environment: dict[str, Any], complete: bool) -> Record:
         """What was measured so far."""
         for name, worker in self.workers.items():
@@ -549,6 +591,7 @@ def run_study(
             study.warm_all()
             study.time_all()
             study.count_energy()
+            study.trace_all()
         except KeyboardInterrupt as stop:
             raise Interrupted(study.record(environment or {}, complete=False)) from stop
         except (WorkerCrash, WorkerError) as error:  # only the reference's worker lets these through

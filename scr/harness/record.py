@@ -38,7 +38,7 @@ COLUMNS = {
 
 KINDS = {
     "latency": "wall time of one forward, Python, launch and device, ended by a synchronise",
-    "device": "time the device needs per forward, without Python and launch where they can overlap",
+    "device": "time the device needs per forward, without Python and launches where it overlaps them",
     "throughput": "wall time per forward in steady flow: several in flight, one synchronise at the end",
     "python": "time until the call returns, before anything is waited for or evaluated",
     "transfer": "copying and laying out one input batch; in no other figure",
@@ -75,6 +75,7 @@ def rows_from(dicts: list[dict[str, Any]]) -> pd.DataFrame:
     )
 
 
+GPU_TRACE = "GPU trace"  # a cell's `device_clock` where its device times are the GPU's own
 FALSE_CLOCK = "it came out longer than the forward that it is part of"
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from harness import plots, published, sections
 from harness.analysis import Group, check_record, groups, machine_name
+from harness.backends import DIRECT_CASES
 from harness.compare import pause_verdict
 from harness.figures import FIGURES
 from harness.paths import write_atomic
@@ -114,7 +115,7 @@ def text(
     """The report as Markdown. `links`: figure name -> path as seen from the report."""
     main = main_groups(found)
     first = main[0]
-    others = [group for group in found if group not in main]  # TF32 among them
+    others = [g for g in found if g not in main and g.case not in DIRECT_CASES]  # TF32 among them
     parts = [head(record, source)]
 
     def add(title: str, body: str, *figures: str) -> None:
@@ -146,6 +147,7 @@ def text(
         "Clocks",
         _paragraphs(sections.clocks(first), sections.device_speedups(first), sections.metal_default(first)),
     )
+    add("How MLX launches and waits", sections.launching(found))
     add("The lazy-evaluation trap", sections.lazy_trap(first))
     add("Cold start and memory", sections.cold_start(first))
     add("Correctness", sections.correctness(record))

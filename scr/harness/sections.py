@@ -3,6 +3,7 @@
 Sentences are computed; a figure that was not measured is left out or said to be missing, never guessed.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from harness.analysis import (
     groups,
     machine_name,
 )
+from harness.backends import DIRECT_CASES, DIRECT_RUNGS
 from harness.ceilings import device_of
 from harness.compare import contradictions
 from harness.present import present
-from harness.record import FALSE_CLOCK, KINDS, Record
+from harness.record import FALSE_CLOCK, GPU_TRACE, KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
 from harness.tables import (
     count,
@@ -378,7 +380,12 @@ def clocks(group: Group) -> str:
     ]
     if false:
         meanings += f"\n- without a device time, because {FALSE_CLOCK}: {words(false)}"
-    if "device" in kinds and any(name.startswith("mlx") for name in group.backends):
+    if "device" in kinds and any(c.get("device_clock") == GPU_TRACE for c in group.cells.values()):
+        meanings += (
+            "\n- device times are the GPU's own, from its trace of kernels and copies (CUPTI): how long at "
+            "least one ran, without the gaps in which it waits to be told"
+        )
+    elif "device" in kinds and any(name.startswith("mlx") for name in group.backends):
         meanings += (
             "\n- MLX has no timer: its device time is a slope between chains of forwards, and too low where "
             "Python and launches take longer than the device"
@@ -432,6 +439,47 @@ def metal_default(group: Group) -> str:
         f"What Metal's 32 KB of threadgroup memory cost here: `{other}`, with the tilings that are Metal's "
         f"default, × `{own}`, with CUDA's. It is the best estimate there is of the loss on a Mac, where "
         "nothing was measured:\n\n" + markdown_table(rows, left=["wall", "device"])
+    )
+
+
+def launching(found: Sequence[Group]) -> str:
+    """MLX's rungs by how MLX launches and waits: as it does by itself, without CUDA graphs, and awake."""
+    by_case = {(group.case, group.dtype): group for group in found if group.study == "mnist"}
+    direct, awake = DIRECT_CASES
+    rows: list[dict[str, Any]] = []
+    best: dict[tuple[str, int], tuple[float, str]] = {}  # (dtype, batch) -> the shortest P50 and its row
+    for main in (group for group in found if group.is_network):
+        groups = {case: by_case.get((case, main.dtype)) for case in (direct, awake)}
+        if not any(groups.values()):
+            continue
+        for size, backend in itertools.product(main.batch_sizes, DIRECT_RUNGS):
+            usual = main.sample(backend, size)
+            samples = {case: group.sample(backend, size) for case, group in groups.items() if group}
+            if usual is None or not any(samples.values()):
+                continue
+            row: dict[str, Any] = {"batch": size, "dtype": main.dtype, "backend": backend}
+            row |= {"device ms": _ms(main.p50(backend, size, "device")), "as MLX does ms": _ms(usual.p50)}
+            before = usual
+            for case, name in ((direct, "direct"), (awake, "awake")):
+                sample = samples.get(case)
+                row[f"{name} ms"] = sample and _ms(sample.p50)
+                row[f"{name} ×"] = sample and verdict_cell(speedup(sample, before))
+                before = sample or before
+                if sample and sample.p50 < best.get((main.dtype, size), (np.inf, ""))[0]:
+                    best[main.dtype, size] = sample.p50, f"`{backend}` {name}"
+            rows.append(row)
+    if not rows:
+        return ""
+    shortest = ", ".join(
+        f"{_ms(ms)} ms at batch {size} ({what}{'' if dtype == 'float32' else ', ' + dtype})"
+        for (dtype, size), (ms, what) in best.items()
+    )
+    return (
+        "On NVIDIA MLX collects what it evaluates in a CUDA graph, and waits with its thread asleep, which "
+        "takes tens of microseconds to wake. **direct**: without graphs (`MLX_USE_CUDA_GRAPHS=0`), compared "
+        "with MLX as it is. **awake**: also without, and the thread spins for as long as nine forwards in "
+        f"ten take before it asks MLX to wait; compared with direct. Shortest with either: {shortest}.\n\n"
+        + markdown_table(rows, left=["dtype", "backend", "direct ×", "awake ×"])
     )
 
 
@@ -660,6 +708,7 @@ def launches(group: Group) -> str:
         predicted = {(cell.get("cost") or {}).get("launches") for cell in cells} - {None}
         counted = {cell.get("launches_counted") for cell in cells} - {None}
         how = {cell.get("launches_by") for cell in cells} - {None}
+        traced = {cell.get("kernels_traced") for cell in cells} - {None}
         if predicted or counted:
             rows.append(
                 {
@@ -668,6 +717,7 @@ def launches(group: Group) -> str:
                     "counted": words(sorted(counted)) if counted else "not counted",
                     "how": words(sorted(how)) if counted and how else None,
                 }
+                | ({"kernels in the GPU's trace": words(sorted(traced))} if traced else {})
             )
     return markdown_table(rows, left=["how"])
 
@@ -791,7 +841,8 @@ def precision(found: Sequence[Group]) -> str:
     Other precisions are other cases: their rounds do not pair.
     """
     full = next((group for group in found if group.is_network and group.dtype == "float32"), None)
-    others = [g for g in found if g.study == "mnist" and g is not full and g.case.startswith("network")]
+    network = [g for g in found if g.study == "mnist" and g.case.startswith("network")]
+    others = [g for g in network if g is not full and g.case not in DIRECT_CASES]
     if full is None or not others:
         return ""
     rows = []

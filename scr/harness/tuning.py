@@ -1,19 +1,20 @@
 """Search this machine for tilings that beat the defaults, and keep what it found for later runs.
 
 A candidate replaces one tiling of a whole forward, so it is timed where it will be used: chained with the
-other launches, through MLX, by the wall clock. First all candidates of a step are compiled, in parallel, in
-processes of their own (harness/ahead.py). Then every candidate gets a few bursts; then the best few and the
-default compete in interleaved rounds, and the winner is kept only if `statistics.speedup` calls it faster
-than the default. Blocks are searched one after the other, each with the earlier ones' winners in place.
-Results are stored per device in `output/tuned/NAME.json` after every step, so that an interrupted search goes
-on where it stopped.
+other launches, through MLX. The clock is the GPU's own where it can be traced (NVIDIA), since launching and
+waiting would hide most differences, else the wall's. First all candidates of a step are compiled, in
+parallel, in processes of their own (harness/ahead.py). Then every candidate gets a few bursts; then the best
+few and the default compete in interleaved rounds, and the winner is kept only if `statistics.speedup` calls
+it faster than the default. Blocks are searched one after the other, each with the earlier ones' winners in
+place. Results are stored per device in `output/tuned/NAME.json` after every step, so that an interrupted
+search goes on where it stopped.
 """
 
 import json
 import re
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 import kernels
 import mlx_model
-from harness import machine, statistics
+from harness import gpu_trace, machine, statistics
 from harness.ahead import Ahead, AnyTiling
 from harness.cli import Fault
 from harness.paths import OUTPUT, write_atomic
@@ -34,9 +35,11 @@ from kernels import tilings
 FOLDER = OUTPUT / "tuned"
 FINALISTS = 3
 BURST_S = 0.02  # of one candidate, without a pause
+TRACED = 5  # calls in a burst by the GPU's trace
 SCREENING_ROUNDS = 3
 FIELDS = {"Tiling": tilings.Tiling, "NetworkTiling": tilings.NetworkTiling}
 
+Burst = Callable[[Callable[[], mx.array]], float]  # a forward -> milliseconds per call
 Setting = tuple[AnyTiling | None, ...]  # what replaces a level's defaults
 
 
@@ -121,8 +124,9 @@ def search(
     images (N, 28, 28, 1) float32; a batch is the first N, repeated as needed. The processes that compile live
     until the generator ends or is closed.
     """
-    with Ahead(present(model._launches).target) as ahead:
-        yield from _search(model, batches, rounds, resume, images, ahead)
+    target = present(model._launches).target
+    with Ahead(target) as ahead:
+        yield from _search(model, batches, rounds, resume, images, ahead, _clock(target))
 
 
 def _search(
@@ -132,8 +136,9 @@ def _search(
     resume: bool,
     images: np.ndarray,
     ahead: Ahead,
+    burst: Burst,
 ) -> Iterator[Step]:
-    """`search` with the processes that compile given."""
+    """`search` with the processes that compile and the clock given."""
     launches = present(model._launches)
     target = launches.target
     results = (load(target) if resume else None) or Results(
@@ -154,7 +159,7 @@ def _search(
             step = done.get((model.level, batch, slot))
             if step is None:
                 step = Step(model.level, batch, slot)
-                _search_one(step, setting, launches, x, np.array(reference), rounds, ahead)
+                _search_one(step, setting, launches, x, np.array(reference), rounds, ahead, burst)
                 results.steps.append(step)
                 write_atomic(path(target), json.dumps(asdict(results), indent=1) + "\n")
             yield step
@@ -172,11 +177,7 @@ def _candidates(step: Step, target: str) -> list[AnyTiling]:
     if step.block is None:
         return [*tilings.network_candidates(shapes, step.batch, target)]
     shape = shapes[step.block]
-    cuts = tilings.block_candidates(shape, step.batch, target)
-    if shape is shapes[-1] and target != "host":  # with the head in the same launch
-        whole = [cut for cut in cuts if (cut.rows, cut.splits) == (shape.out_height, 1)]
-        cuts += [replace(cut, head=True) for cut in whole if not cut.staged]
-    return [*cuts]
+    return [*tilings.block_candidates(shape, step.batch, target, last=shape is shapes[-1])]
 
 
 def _search_one(
@@ -187,6 +188,7 @@ def _search_one(
     reference: np.ndarray,
     rounds: int,
     ahead: Ahead,
+    burst: Burst,
 ) -> None:
     """Fill in `step`. Raises Fault where the default itself is wrong or does not run.
 
@@ -210,7 +212,7 @@ def _search_one(
             continue
         expected = np.concatenate([expected, result[len(expected) :]])
         forwards[tiling] = run
-        screened[tiling] = min(_burst(run) for _ in range(SCREENING_ROUNDS))
+        screened[tiling] = min(burst(run) for _ in range(SCREENING_ROUNDS))
     step.tried = len(candidates)
     default = candidates[0]
     if default not in forwards:
@@ -225,7 +227,7 @@ def _search_one(
         order = list(trials)
         random.shuffle(order)
         for tiling in order:
-            trials[tiling].append((number, _burst(forwards[tiling])))
+            trials[tiling].append((number, burst(forwards[tiling])))
     samples = {
         tiling: statistics.Sample("latency", np.array([n for n, _ in rows]), np.array([ms for _, ms in rows]))
         for tiling, rows in trials.items()
@@ -261,8 +263,23 @@ def _result(run: Callable[[], mx.array]) -> np.ndarray | None:
         return None
 
 
+def _clock(target: str) -> Burst:
+    """How to time a forward on `target`."""
+    library = gpu_trace.find_library() if target == "cuda" else None
+    if library is None:
+        return _burst
+    trace = gpu_trace.Trace(library)
+
+    def traced(run: Callable[[], mx.array]) -> float:
+        """Milliseconds in which the GPU was busy, per call."""
+        run()
+        return gpu_trace.busy_ms(trace.record(lambda: [run() for _ in range(TRACED)])) / TRACED
+
+    return traced
+
+
 def _burst(run: Callable[[], mx.array]) -> float:
-    """Milliseconds per call over one burst (the median of its calls)."""
+    """Milliseconds per call over one burst by the wall clock (the median of its calls)."""
     run()
     times: list[float] = []
     start = time.perf_counter()

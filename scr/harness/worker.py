@@ -29,6 +29,7 @@ import numpy as np
 
 from harness.cli import Fault
 from harness.energy import Counter, idle_watts, joules_per_call, open_counter
+from harness.gpu_trace import Trace, busy_ms, find_library
 
 Clock = Callable[[], float]
 
@@ -42,6 +43,7 @@ class Backend:
 
     name: str
     target: str  # cpu, mps, cuda, metal, host
+    traced = False  # the device's time comes from the GPU's trace, after everything else is timed
 
     def prepare(self, batch: Any) -> None:
         """Put `batch` (what the case's `inputs` gave) where `run` reads it, and wait until it is there."""
@@ -183,6 +185,7 @@ class Session:
         self.peak_mb = 0.0
         self.counter: Counter | None = None
         self.idle_watts = 0.0
+        self.gpu_trace: Trace | None = None
 
     def import_module(self, module: str) -> float:
         """Import the framework; returns the seconds it took. Raises Fault when it is not installed."""
@@ -231,6 +234,7 @@ class Session:
         device_peak = backend.peak_memory_mb()
         facts["peak_memory_mb"] = peak_rss_mb() if device_peak is None else device_peak
         facts["has_device_clock"] = backend.device_ms() is not None
+        facts["traced"] = backend.traced
         return facts | {"output": backend.result(), "facts": backend.facts()}
 
     def burst(
@@ -262,6 +266,35 @@ class Session:
         flow()
         joules = joules_per_call(self.counter, flow, self.idle_watts, seconds) / in_flight
         return joules, self.idle_watts
+
+    def trace(self, key: str, batch: str, count: int, origin: float) -> dict[str, Any]:
+        """`count` forwards in the GPU's trace: (start in seconds since `origin`, busy milliseconds) of each.
+
+        Also the kernels of the last one. Raises Fault where the GPU cannot be traced.
+        """
+        if self.gpu_trace is None:
+            library = find_library()
+            if library is None:
+                raise Fault("CUPTI, which keeps the GPU's trace, is not installed")
+            try:
+                self.gpu_trace = Trace(library)
+            except (RuntimeError, AttributeError) as error:
+                raise Fault(f"the GPU cannot be traced: {_one_line(error)}") from error
+        backend = self.backends[key]
+        backend.prepare(self.batches[batch])
+
+        def forward() -> None:
+            backend.run()
+            backend.synchronize()
+
+        forward()
+        trials, kernels = [], 0
+        for _ in range(count):
+            start = self.clock() - origin
+            activities = self.gpu_trace.record(forward)
+            kernels = sum(activity.name is not None for activity in activities)
+            trials.append((start, busy_ms(activities)))
+        return {"trials": trials, "kernels": kernels}
 
     def status(self) -> dict[str, Any]:
         """Peak memory of this process in MB, over its whole life."""

@@ -15,8 +15,8 @@
 // Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) bytes; STAGED 4·K·N/SPLITS more.
 // Default tiling (tilings.py): a CPU core takes the whole image if its rows fit the second-level cache, in tiles
 // whose sums fill the registers (7×48 with AVX-512, else 6×16). A GPU with many images takes strips of 2 wide rows
-// or a 7×7 image, 7×4 or 14×4 tiles, since loads to registers are its limit; with few, one row, split channels
-// and staged weights, since then it waits for memory.
+// or a 7×7 image, in tiles that give every scheduler as many warps; with few, one row, split channels and staged
+// weights, since then it waits for memory.
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = SKIP ? 2 * C : C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
 SCRATCH_ARRAY(rows, PIXELS * LD + (STAGED ? K * N / SPLITS : 0));

@@ -14,9 +14,9 @@ FUNCTION void warm(Pointer values, uint lid, uint threads) {
 // under way at once, where the product's own loop waits for memory K / STEPS times. It pays where a GPU has few
 // groups.
 //
-// y with POOL: as product_phase.metal says. AFTER: so many floats follow the block's weights that the next phase
-// reads; then a phase asks for what its successor reads, so that it does not start by waiting for memory. It pays
-// where a multiprocessor has one group.
+// y with POOL: as product_phase.metal says. AFTER: before the product the group asks for so many floats that follow
+// the block's weights, which the phase after this block reads first, so that it need not wait for memory; 0: none.
+// It pays where a multiprocessor has one group.
 template <int H, int W, int C, int N, int STRIDE, bool SKIP, int ROWS, int SPLITS, int RUN, int LD, int TP,
           int NV, int STEPS, bool AHEAD, bool PACKED, bool STAGED, bool POOL, int AFTER,
           typename Source, typename Weights, typename Input, typename Output>

@@ -160,7 +160,8 @@ def block_head_call(
 
     weights: those of both, one after the other. The tiling's rows must be all and its splits 1.
     """
-    size, (_, parts) = packed_size(shape), head_slices(target)
+    tiling = replace(tiling, head=True)
+    size, (_, parts, _) = packed_size(shape), head_slices(target)
     if (tiling.rows, tiling.splits, tiling.staged, shape.stem) != (shape.out_height, 1, False, False):
         raise ValueError(f"{shape}: the head takes whole images of a block without stem, not {tiling}")
     if weights.size != size + outputs * (shape.outputs + 1):
@@ -179,7 +180,6 @@ def block_head_call(
             ("PARTS", parts),
         ),
         output_shapes=((batch, outputs),),
-        threadgroup_bytes=call.threadgroup_bytes + 4 * tiles * shape.outputs,
     )
 
 
@@ -223,9 +223,14 @@ def head(x: mx.array, weights: mx.array, outputs: int, target: str | None = None
     return launch(head_call(x, n, h * w, c, x.dtype, weights, outputs, target or default_target()), target)[0]
 
 
-def head_slices(target: str) -> tuple[int, int]:
-    """SLICES and PARTS of head_phase.metal: how many threads share one sum."""
-    return (1, 1) if target == "host" else (7, 24)
+def head_slices(target: str, batch: int = 1) -> tuple[int, int, int]:
+    """SLICES and PARTS of head_phase.metal (how many threads share a sum), and the threads of its group.
+
+    Few images: as many threads as the sums have parts. Many: small groups, of which more run at once.
+    """
+    if target == "host":
+        return 1, 1, 1
+    return (7, 24, 352) if batch < 64 else (4, 12, 192)
 
 
 def head_call(
@@ -248,7 +253,7 @@ def head_call(
     if channels % vector:
         raise ValueError(f"channels must be a multiple of {vector} on {target}, got {channels}")
     _refuse_small(target, x, weights)
-    slices, parts = head_slices(target)
+    slices, parts, threads = head_slices(target, batch)
     return Call(
         HEAD,
         inputs=(x, weights),
@@ -260,17 +265,11 @@ def head_call(
             ("PARTS", parts),
         ),
         groups=(batch, 1, 1),
-        group_size=(1 if target == "host" else 352, 1, 1),
+        group_size=(threads, 1, 1),
         output_shapes=((batch, outputs),),
         output_dtypes=(dtype,),
-        threadgroup_bytes=4 * head_scratch_floats(channels, outputs, target),
+        threadgroup_bytes=4 * (slices * channels + outputs * parts),
     )
-
-
-def head_scratch_floats(channels: int, outputs: int, target: str) -> int:
-    """Scratch of one group of head.metal, in floats."""
-    slices, parts = head_slices(target)
-    return slices * channels + outputs * parts
 
 
 def _refuse_small(target: str, *arrays: mx.array | Output) -> None:

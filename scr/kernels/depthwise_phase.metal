@@ -74,7 +74,7 @@ template <int H, int W, int C, int STRIDE, int ROWS, int RUN, int LD, bool COPY,
 FUNCTION void depthwise(Source source, Weights weights, Scratch rows, int top_row, uint lid, uint threads) {
   constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1;
   constexpr int RUNS = WIDTH / RUN, VECTORS = C / VF;
-  constexpr int LAST = W - (WIDTH - RUN) * STRIDE;  // input column of every run that is inside the image
+  constexpr int LAST = W - (WIDTH - RUN) * STRIDE;  // up to this one, a run's input columns are inside the image
   for (uint i = lid; i < uint(ROWS * RUNS * VECTORS); i += threads) {
     const uint c = i % VECTORS * VF;
     const int column = i / VECTORS % RUNS * RUN, row = i / (VECTORS * RUNS);

@@ -10,10 +10,10 @@
 // with as many groups as a GPU runs at once, one image's end overlaps the next one's load.
 //
 // Work: 15.9 MFLOP per image by the usual count, 16.3 with what the stem is computed twice.
-// Bytes: sizeof(T)·(H² + CLASSES) per image; 415 KB of weights, read by every group through the caches.
-// Scratch: 4·(P1·C1 + P1·(2·C0 + PAD)) = 154 KB: a block's activations and its product's rows, whose product
-// overwrites the activations in place; only block 3's goes behind them, already pooled by tile. Beyond Metal's
-// 32 KB: there scratch is device memory (SCRATCH_ARRAY).
+// Bytes: sizeof(T)·(H² + CLASSES) per image; 398 KB of weights, read by every group through the caches.
+// Scratch: 4·(P1·C1 + R1·(2·C0 + PAD)), R1 being P1 rounded up to TP1: 158 KB with 13×4 tiles. That is a block's
+// activations and its product's rows, whose product overwrites the activations in place; only block 3's goes behind
+// them, already pooled by tile. Beyond Metal's 32 KB: there scratch is device memory (SCRATCH_ARRAY).
 // Default tiling (tilings.py): on CUDA 13×4 and 7×4 tiles, which give 384 and 336 of 384 threads one each, so that a
 // multiprocessor's four schedulers have three warps each; on Metal, not timed, 14×4 and 7×4; on CPUs as block.metal's.
 constexpr int H1 = (H + 1) / 2, H2 = (H1 + 1) / 2, P1 = H1 * H1, P2 = H2 * H2;

@@ -19,7 +19,6 @@ from kernels.blocks import (
     block_reference,
     head_call,
     head_reference,
-    head_scratch_floats,
     head_slices,
     packed_size,
 )
@@ -102,13 +101,14 @@ def block_calls(
 ) -> list[Call]:
     """The launches of the block level on `batch` images; `parts` as `weight_parts` cuts them.
 
-    One per block and one for the head, unless the last block's tiling says that its launch computes the head.
+    One per block and one for the head, unless by its tiling the last block's launch computes the head.
     """
     calls: list[Call] = []
     last = shape.blocks[-1]
     for number, sizes in enumerate(shape.blocks):
         source = x if number == 0 else Output(number - 1)
-        tiling = (tilings[number] if tilings else None) or default_tiling(sizes, batch, target)
+        tiling = tilings[number] if tilings else None
+        tiling = tiling or default_tiling(sizes, batch, target, last=sizes is last)
         if tiling.head and sizes is last:
             both = mx.concatenate(list(parts[-2:]))
             mx.eval(both)  # once: a plan would join them in every run
@@ -142,7 +142,7 @@ def network_call(
     packed = tuple(packed_vectors(sizes.outputs, target) for sizes in shape.blocks)
     if any(packed) and packed != vectors:
         raise ValueError(f"weights for {target} are packed for {packed} vectors a tile, not {vectors}")
-    _, parts = head_slices(target)
+    _, parts, _ = head_slices(target)
     floats = network_scratch_floats(shape, tiling)
     if shape.classes * parts > floats - _kept_floats(shape, tiling):
         raise ValueError(f"{shape.classes} classes are too many for the scratch of the network's launch")
@@ -195,14 +195,13 @@ def spread_call(
 ) -> Call:
     """The one launch of the network level spread over a CUDA GPU.
 
-    arrivals: uint32 zeros, one array for each sequence of launches; previous: the first output of the last
-    launch of the sequence (at first any array of that type), so that its launches never overlap.
+    arrivals: uint32 zeros, evaluated, one array for each sequence of launches; previous: the first output of
+    the last launch of the sequence (at first any array of that type), so that its launches never overlap.
     """
     check_form(shape)
     first, second, _, last = shape.blocks
-    head = head_scratch_floats(last.outputs, shape.classes, "cuda")
-    floats = max(tiling.scratch_floats(shape.blocks), head)
-    slices, parts = head_slices("cuda")
+    slices, parts, _ = head_slices("cuda")
+    floats = max(tiling.scratch_floats(shape.blocks), slices * last.outputs + shape.classes * parts)
     per_block = [
         (f"{name}{number}", value)
         for number, t in enumerate(tiling.blocks)
@@ -302,6 +301,7 @@ def network_spread(
     batch = x.shape[0]
     tiling = tiling or default_spread_tiling(batch, multiprocessors())
     arrivals, previous = mx.zeros((8,), mx.uint32), mx.zeros((8,), x.dtype)
+    mx.eval(arrivals)
     call = spread_call(x, batch, x.dtype, weights, shape, arrivals, previous, tiling)
     return chain([call], "cuda")[0]
 

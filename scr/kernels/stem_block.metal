@@ -12,7 +12,8 @@
 // Bytes: sizeof(T)·(H·W + HEIGHT·WIDTH·N) per image; 4·(20C + K·N + N) once per batch.
 // Scratch: 4·LD·(ROWS·WIDTH rounded up to TP) + 4·(STRIDE·(ROWS - 1) + 5)·(W + 2) bytes; STAGED
 // 4·K·N/SPLITS more.
-// Default tiling: as block.metal's, but runs of 2 pixels on GPUs, where longer ones take registers from the stem.
+// Default tiling: as block.metal's, but on GPUs shorter runs (2 pixels; 7 at batches 64 to 255), since longer ones
+// take registers from the stem.
 constexpr int HEIGHT = (H - 1) / STRIDE + 1, WIDTH = (W - 1) / STRIDE + 1, K = 2 * C;
 constexpr int STRIPS = (HEIGHT + ROWS - 1) / ROWS, PIXELS = (ROWS * WIDTH + TP - 1) / TP * TP;
 constexpr int IMAGE_ROWS = STRIDE * (ROWS - 1) + 3;

@@ -1,0 +1,114 @@
+"""How long an NVIDIA GPU was busy, from the trace that the driver keeps of kernels and copies (CUPTI).
+
+Times are the GPU's own, so that they hold for any framework, launch by launch or from a captured graph, and
+hold neither Python nor the gaps in which the GPU waits to be told. CUPTI comes with PyTorch and with CUDA's
+toolkit; nothing is installed for it. A process that has traced launches more slowly from then on: trace last.
+
+Formats: NVIDIA's cupti_activity.h; the fields read here have kept their places since CUDA 9.
+"""
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+KERNEL, MEMCPY, MEMSET = 10, 1, 2  # CUpti_ActivityKind; 10 is CONCURRENT_KERNEL, which does not serialise
+FORCED = 1  # CUPTI_ACTIVITY_FLAG_FLUSH_FORCED
+KINDS = {KERNEL, 3, MEMCPY, MEMSET}  # a kernel's record may say KERNEL (3) or CONCURRENT_KERNEL
+START, END, NAME = 16, 24, 104  # offsets in bytes in a record; the name is a kernel's
+BUFFER_BYTES = 1 << 20
+
+_Requested = ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
+_Completed = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A kernel, copy or fill on the GPU; times in nanoseconds of the GPU's clock. `name` of kernels only."""
+
+    start: int
+    end: int
+    name: str | None
+
+
+def find_library() -> ctypes.CDLL | None:
+    """CUPTI as installed with NVIDIA's Python packages or with the system; None where there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/lib/libcupti.so.*"))]
+    for name in (*found, "libcupti.so.13", "libcupti.so.12", "libcupti.so"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+class Trace:
+    """CUPTI's activity trace in this process, off except in `record`; one per process, as CUPTI asks.
+
+    Raises RuntimeError with CUPTI's status where it cannot be used.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.cupti = library
+        self.found: list[Activity] = []
+        self.buffers: dict[int, ctypes.Array] = {}  # by address, while CUPTI holds them
+        # The library keeps these pointers: they must live as long as it does.
+        self.callbacks = _Requested(self._give), _Completed(self._take)
+        self._call("cuptiActivityRegisterCallbacks", *self.callbacks)
+
+    def record(self, work: Callable[[], object]) -> list[Activity]:
+        """What the GPU did in `work`, which must wait for it, in the order of the beginnings."""
+        self.found = []
+        for kind in (KERNEL, MEMCPY, MEMSET):
+            self._call("cuptiActivityEnable", ctypes.c_uint32(kind))
+        try:
+            work()
+        finally:
+            self._call("cuptiActivityFlushAll", ctypes.c_uint32(FORCED))
+            for kind in (KERNEL, MEMCPY, MEMSET):
+                self._call("cuptiActivityDisable", ctypes.c_uint32(kind))
+        return sorted(self.found, key=lambda activity: activity.start)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self.cupti, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} gave status {status}")
+
+    def _give(self, buffer: object, size: object, most_records: object) -> None:
+        """CUPTI asks for memory; as many records as fit."""
+        memory = ctypes.create_string_buffer(BUFFER_BYTES)  # aligned to 16 bytes by the allocator
+        address = ctypes.addressof(memory)
+        self.buffers[address] = memory
+        buffer[0], size[0], most_records[0] = address, BUFFER_BYTES, 0  # type: ignore[index]
+
+    def _take(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
+        """CUPTI gives the memory back, with records in it."""
+        self.found += list(self._records(buffer, valid))
+        self.buffers.pop(buffer, None)
+
+    def _records(self, buffer: int, valid: int) -> Iterator[Activity]:
+        place = ctypes.c_void_p(0)
+        following = self.cupti.cuptiActivityGetNextRecord
+        while following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(place)) == 0:
+            address = place.value or 0
+            kind = ctypes.c_uint32.from_address(address).value
+            if kind in KINDS:
+                start, end = (ctypes.c_uint64.from_address(address + at).value for at in (START, END))
+                name = ctypes.c_char_p.from_address(address + NAME).value if kind in (KERNEL, 3) else None
+                yield Activity(start, end, name.decode(errors="replace") if name else None)
+
+
+def busy_ms(activities: list[Activity]) -> float:
+    """Milliseconds in which at least one of `activities` ran."""
+    busy, reached = 0, 0
+    for activity in sorted(activities, key=lambda activity: activity.start):
+        busy += max(0, activity.end - max(activity.start, reached))
+        reached = max(reached, activity.end)
+    return busy / 1e6
