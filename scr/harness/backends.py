@@ -392,6 +392,8 @@ class MlxBackend(Backend):
         """(N, C, H, W) float32 -> MLX's (N, H, W, C), in the storage type."""
         self.x = self.mx.array(batch.transpose(0, 2, 3, 1)).astype(self.dtype)
         self.mx.eval(self.x)
+        if self.awake:
+            self.spin = self.spins.setdefault(len(batch), Spin())
 
     def run(self) -> None:
         """Describe one forward; nothing is computed yet, but for kernels on the host."""
@@ -408,9 +410,9 @@ class MlxBackend(Backend):
     def synchronize(self) -> None:
         """Compute every output and wait."""
         if self.awake and self.pending == 1:
-            self.mx.async_eval(self.outputs)
-            spin = self.spins.setdefault(len(self.x), Spin())
-            spin.wait(self.started, lambda: self.mx.eval(self.outputs))
+            last = self.outputs[-1]
+            self.mx.async_eval(last)
+            self.spin.wait(self.started, lambda: self.mx.eval(last))
         else:
             self.mx.eval(self.outputs)
         self.pending = 0

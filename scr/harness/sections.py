@@ -857,11 +857,15 @@ def precision(found: Sequence[Group]) -> str:
                 row = {"batch": size, "backend": backend, "precision": name, "P50 ms": _ms(ours.p50)}
                 row["float32 ms"] = None if theirs is None else _ms(theirs.p50)
                 row["× its float32"] = theirs and verdict_cell(speedup(ours, theirs, paired=False))
+                own, its = (group.sample(backend, size, "device") for group in (other, full))
+                if own is not None and its is not None:
+                    row["× its float32, device"] = verdict_cell(speedup(own, its, paired=False))
                 if best and backend not in OWN_KERNELS:
                     compared = speedup(present(full.sample(best, size)), ours, paired=False)
                     row["our best rung in float32"] = f"`{best}`, × this: {verdict_cell(compared)}"
                 rows.append(row)
-    return markdown_table(rows, left=["backend", "precision", "our best rung in float32"])
+    left = ["backend", "precision", "× its float32", "× its float32, device", "our best rung in float32"]
+    return markdown_table(rows, left=left)
 
 
 def apple_prediction() -> str:
