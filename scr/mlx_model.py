@@ -211,16 +211,20 @@ class FusedNetwork:
         """The launches for `batch` images, which may be a chunk of a forward of `whole` images."""
         x = kernels.ARGUMENT
         found = self.tunings.pick(self.level, whole or batch) if self.tunings else None
-        if self.level == "network" and self.target == "cuda" and batch <= kernels.SPREAD_BATCH:
-            arrivals = mx.zeros((8,), mx.uint32)
-            mx.eval(arrivals)  # else every forward would launch a kernel that fills it
-            spread = kernels.default_spread_tiling(batch, kernels.multiprocessors())
-            return [
-                kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, spread)
-            ]
         if self.level == "network":
             tiling = found[0] if found else None
-            return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target, tiling)]
+            call = kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target, tiling)
+            spread = self.target == "cuda" and (
+                batch <= kernels.SPREAD_BATCH or not kernels.fits(call, "cuda")
+            )
+            if not spread:
+                return [call]
+            arrivals = mx.zeros((8,), mx.uint32)
+            mx.eval(arrivals)  # else every forward would launch a kernel that fills it
+            cut = kernels.default_spread_tiling(batch, kernels.multiprocessors())
+            return [
+                kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, cut)
+            ]
         return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target, found)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import kernels
 import mlx_model
-from kernels import blocks, launcher, plans, tilings
+from kernels import blocks, launcher, nvrtc, plans, tilings
 from kernels.tilings import BlockShape, Tiling
 
 SHAPE = kernels.NetworkShape(
@@ -265,7 +265,7 @@ def test_a_launch_that_is_too_large_for_a_gpu_is_refused():
     whole = Tiling(7, 1, 7, 7, 1, 4, False, 384, 4)  # 38 KB
     call = blocks.block_call(kernels.ARGUMENT, 1, mx.float32, weights, shape, whole, "metal")
     launcher.gpu_arguments(dataclasses.replace(call, inputs=()), "cuda")
-    with pytest.raises(ValueError, match=r"38,416 bytes of threadgroup memory, more than Metal's 32,768"):
+    with pytest.raises(ValueError, match=r"38,416 bytes of threadgroup memory, more than this GPU has"):
         launcher.gpu_arguments(dataclasses.replace(call, inputs=()), "metal")
     many = blocks.block_call(kernels.ARGUMENT, 2**23, mx.float32, weights, shape, whole, "cuda")
     with pytest.raises(ValueError, match="block needs 3,221,225,472 threads"):
@@ -348,7 +348,7 @@ def test_scratch_with_the_head_holds_the_sums_of_its_tiles():
 
 def test_the_spread_networks_counter_is_no_launch_of_its_own(monkeypatch):
     """An array of zeros that is not evaluated would be filled by a kernel in every forward."""
-    monkeypatch.setattr(kernels, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(nvrtc, "attribute", {nvrtc.MULTIPROCESSORS: 132, nvrtc.SHARED_BYTES: 232448}.get)
     weights = mx.zeros((mlx_model.SHAPE.packed_size,))
     network = mlx_model.FusedNetwork("network", weights, "cuda")
     (call,) = network.calls(1, mx.float32)

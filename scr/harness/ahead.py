@@ -7,9 +7,8 @@
 
 A launch takes NVRTC or a C++ compiler about a second or more, on one core, and what is timed must have the
 machine to itself. So before any is timed, a process on each core compiles others of them, and leaves them
-where the process that times finds them: in the folder of kernels/host.py or, on CUDA, in MLX's own
-(MLX_PTX_CACHE_DIR). Apple's compiler is quick, and MLX keeps nothing of it on disk: on Metal nothing is
-compiled ahead.
+where the process that times finds them: in the folder of kernels/host.py. Apple's compiler is quick, and MLX
+keeps nothing of it on disk: on Metal nothing is compiled ahead, nor on CUDA where MLX compiles (nvrtc.py).
 """
 
 import sys
@@ -26,6 +25,7 @@ import mlx_model
 from harness import machine
 from harness.cli import Fault
 from harness.worker import Worker, WorkerCrash, WorkerError
+from kernels import nvrtc
 from kernels.launcher import STATIC_SHARED_BYTES
 
 MOST = 16  # processes: each holds a framework, and on CUDA a part of the GPU's memory
@@ -45,13 +45,13 @@ class Job:
 class Ahead:
     """The processes that compile. They start when they are first needed and live until `close`.
 
-    They ignore Ctrl-C, as every worker does. What compiles when `close` is called is let finish: MLX writes
-    its files in place, and would later take half a file for a whole one.
+    They ignore Ctrl-C, as every worker does. What compiles when `close` is called is let finish.
     """
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self.most = 0 if target == "metal" else min(MOST, machine.cores())
+        kept = target == "host" or (target == "cuda" and nvrtc.available())  # on disk
+        self.most = min(MOST, machine.cores()) if kept else 0
         self.idle: list[Worker] = []
         self.threads = ThreadPoolExecutor(max(1, self.most))  # each waits for the answer of a process
         self.asked: set[Any] = set()  # the texts of all jobs so far
@@ -63,10 +63,7 @@ class Ahead:
         self.close()
 
     def jobs(self, tilings: Iterable[AnyTiling], block: int | None, dtype: str) -> list[Job]:
-        """One job for each text that these tilings make and that no earlier job made.
-
-        Two processes must not compile the same text at once, for the reason that `close` waits.
-        """
+        """One job for each text that these tilings make and that no earlier job made."""
         found: dict[Any, Job] = {}
         for tiling in tilings if self.most else ():
             job = Job(tiling, block, dtype)
@@ -74,7 +71,7 @@ class Ahead:
                 call = launch(job, self.target)
             except ValueError:  # does not fit; the process that times meets it again and decides
                 continue
-            text = call.kernel, call.template, call.threadgroup_bytes > STATIC_SHARED_BYTES
+            text = call.kernel, call.template, call.group_size, call.threadgroup_bytes > STATIC_SHARED_BYTES
             if text not in self.asked:
                 found.setdefault(text, job)
         self.asked.update(found)
@@ -110,8 +107,8 @@ class Ahead:
 
 
 def compile_launch(job: Job, target: str) -> None:
-    """Compile the launch of a job by running it. Raises what the compiler or the device raises."""
-    mx.eval(kernels.chain([launch(job, target)], target, threads=1))
+    """Compile the launch of a job; on the host it runs too. Raises what the compiler raises."""
+    kernels.chain([launch(job, target)], target, threads=1)
 
 
 def launch(job: Job, target: str) -> kernels.Call:

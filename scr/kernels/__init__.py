@@ -16,6 +16,7 @@ from kernels.launcher import (
     Unavailable,
     chain,
     default_target,
+    fits,
     launch,
     unavailable,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "depthwise_params",
     "dw_bn_relu",
     "dw_bn_relu_reference",
+    "fits",
     "head",
     "head_reference",
     "launch",

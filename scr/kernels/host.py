@@ -122,7 +122,7 @@ def build(text: str, name: str) -> Path:
     Raises RuntimeError with the compiler's first error.
     """
     key = hashlib.sha256((identity() + text).encode()).hexdigest()[:20]
-    library = _cache() / f"{name}-{key}.so"
+    library = cache_folder() / f"{name}-{key}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -140,7 +140,7 @@ def build(text: str, name: str) -> Path:
 
 
 @functools.cache
-def _cache() -> Path:
+def cache_folder() -> Path:
     """The folder of compiled libraries."""
     folder = FOLDER / ".cache"
     try:

@@ -6,12 +6,13 @@ behind a prelude. `launch` runs one kernel, `chain` several that feed each other
 
     target   compiler                                      a threadgroup is
     metal    Apple's, through mx.fast.metal_kernel         a threadgroup
-    cuda     NVRTC, through mx.fast.cuda_kernel            a block
+    cuda     NVRTC, see nvrtc.py, or mx.fast.cuda_kernel   a block
     host     the system's C++ compiler, see host.py        one thread running plain loops
 """
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from kernels import host
+from kernels import host, nvrtc
 
 FOLDER = Path(__file__).parent
 TARGETS = ("metal", "cuda", "host")
 STATIC_SHARED_BYTES = 48 * 1024  # CUDA's limit for shared memory declared in the text
+MOST_SHARED_BYTES = 227 * 1024  # of any NVIDIA GPU so far
 METAL_THREADGROUP_BYTES = 32 * 1024  # the limit of every Apple GPU
 MAX_THREADS = 2**31 - 1  # along one axis of a grid, which MLX takes as an int
 
@@ -134,10 +136,10 @@ def gpu_arguments(call: Call, target: str, results: Sequence[Sequence[mx.array]]
         raise ValueError(
             f"{call.kernel.name} needs {max(grid):,} threads, more than one launch takes; split the batch"
         )
-    if target == "metal" and call.threadgroup_bytes > METAL_THREADGROUP_BYTES:
+    if not fits(call, target):
         raise ValueError(
             f"{call.kernel.name} needs {call.threadgroup_bytes:,} bytes of threadgroup memory, more than "
-            f"Metal's {METAL_THREADGROUP_BYTES:,}; take a smaller tiling"
+            "this GPU has for a group; take a smaller tiling"
         )
     return {
         "inputs": [results[i.call][i.index] if isinstance(i, Output) else i for i in call.inputs],
@@ -150,16 +152,36 @@ def gpu_arguments(call: Call, target: str, results: Sequence[Sequence[mx.array]]
     }
 
 
+def fits(call: Call, target: str) -> bool:
+    """Whether a group of `call` may have the threadgroup memory it needs on "metal" or "cuda"."""
+    if target == "metal":
+        return call.threadgroup_bytes <= METAL_THREADGROUP_BYTES
+    return call.threadgroup_bytes <= max(STATIC_SHARED_BYTES, _most_shared_bytes())
+
+
+def _most_shared_bytes() -> int:
+    """What a group may have on the first CUDA device: 64 KB on Turing, 99 to 227 KB on later ones."""
+    try:
+        return nvrtc.attribute(nvrtc.SHARED_BYTES)
+    except OSError:  # no driver: the call is only looked at
+        return MOST_SHARED_BYTES
+
+
 def gpu_kernel(call: Call, target: str) -> Callable[..., list[mx.array]]:
-    """MLX's kernel object for `call` on "metal" or "cuda"."""
+    """The kernel object for `call` on "metal" or "cuda": MLX's, or one that is called alike."""
     dynamic = call.threadgroup_bytes if call.threadgroup_bytes > STATIC_SHARED_BYTES else 0
     return _gpu_kernel(call.kernel, target, dynamic)
 
 
 @functools.cache
 def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int) -> Callable[..., list[mx.array]]:
-    """Build MLX's kernel object. The name carries a hash of the text, since CUDA's cache keeps names only."""
+    """Build the kernel object. The name carries a hash of the text, since MLX keeps names only.
+
+    Where CUDA_COMPILER is "mlx", or NVRTC is not found, MLX compiles CUDA's texts.
+    """
     header, body = source(kernel, target, dynamic_bytes > 0)
+    if target == "cuda" and nvrtc.available() and os.environ.get("CUDA_COMPILER") != "mlx":
+        return nvrtc.CudaKernel(kernel, (header, body), dynamic_bytes)
     name = f"{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:10]}"
     common: dict[str, Any] = {
         "name": name,

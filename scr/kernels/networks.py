@@ -3,8 +3,6 @@
 Both run from one packed array of weights: `pack_block`'s of each block, then `pack_head`'s.
 """
 
-import ctypes
-import functools
 import itertools
 from collections.abc import Sequence
 from math import prod
@@ -12,6 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from kernels import nvrtc
 from kernels.blocks import (
     TYPES,
     block_call,
@@ -49,8 +48,6 @@ NETWORK_SPREAD = Kernel(
     outputs=("y", "memory"),
     headers=("scratch_threadgroup.metal", *PHASES),
 )
-
-CUDA_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class NetworkShape(NamedTuple):
@@ -233,14 +230,9 @@ def spread_call(
     )
 
 
-@functools.cache
 def multiprocessors() -> int:
-    """Multiprocessors of the first CUDA device, asked of the driver since MLX does not tell."""
-    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    driver.cuInit(0)
-    if driver.cuDeviceGetAttribute(ctypes.byref(count), CUDA_MULTIPROCESSORS, 0) != 0:
-        raise RuntimeError("the CUDA driver does not tell the number of multiprocessors")
-    return count.value
+    """Multiprocessors of the first CUDA device."""
+    return nvrtc.attribute(nvrtc.MULTIPROCESSORS)
 
 
 def _activations(shape: NetworkShape) -> tuple[int, int]:

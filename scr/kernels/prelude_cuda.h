@@ -72,13 +72,20 @@ FUNCTION void store_vf(__half* to, vf values) {
                "r"(reinterpret_cast<const uint&>(high))
                : "memory");
 }
-// From memory to scratch, past the registers, while the thread goes on; done after finish_copies.
+// From memory to scratch, done after finish_copies; where the GPU can (Ampere and later), past the registers,
+// while the thread goes on.
 FUNCTION void copy_vf(float* to, const float* from) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(to))), "l"(from)
                : "memory");
+#else
+  store_vf(to, load_vf(from));
+#endif
 }
 FUNCTION void finish_copies() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 // Ask for the line of memory at `from`, which is loaded later.
 FUNCTION void prefetch(const void* from) {
