@@ -54,6 +54,8 @@ def check(settings: Settings) -> None:
     """Raise Fault for what cannot be run."""
     if settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("trials, rounds and budget must be positive.")
+    if settings.limit < 0:
+        raise Fault("the limit must not be negative.")
     for family in settings.families:
         if family not in FAMILIES:
             raise Fault(f"unknown family {family!r}; known are {', '.join(FAMILIES)}.")

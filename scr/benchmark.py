@@ -15,6 +15,7 @@ result or failed, or none could run; 2 for bad input; 130 after Ctrl-C.
 
 import itertools
 import tempfile
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -150,8 +151,8 @@ def resolve(settings: Settings) -> Settings:
     )
     if min(settings.batch_sizes) < 1 or settings.trials < 1 or settings.budget <= 0 or settings.rounds < 1:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
-    if min(settings.pause, settings.threads, settings.energy) < 0:
-        raise Fault("pause, threads and energy must not be negative.")
+    if min(settings.pause, settings.threads, settings.energy, settings.limit) < 0:
+        raise Fault("pause, threads, energy and limit must not be negative.")
     check_tag(settings.tag)
     if not settings.checkpoint.is_file():
         raise Fault(f"{shown(settings.checkpoint)} does not exist; `python scr/train_mnist.py` makes it.")
@@ -160,12 +161,13 @@ def resolve(settings: Settings) -> Settings:
 
 def measure(settings: Settings) -> Record:
     """Run the study. MLX gets the weights in a file of its own, to load them without PyTorch."""
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         weights = backends.port_weights(settings.checkpoint, Path(folder) / "weights.safetensors")
         environment = machine.describe(threads=settings.threads)
         probes = ceilings.probes(settings.backends, settings.device, settings.threads, settings.direct)
         found, source = cases(settings, weights)
-        record = run_study(found, settings, environment | {"inputs": source}, probes)
+        record = run_study(found, settings, environment | {"inputs": source}, probes, begin=begin)
     add_costs(record)
     return record
 

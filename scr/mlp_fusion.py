@@ -55,6 +55,8 @@ def resolve(settings: Settings) -> Settings:
         raise Fault("experiments are numbered 1 to 7.")
     if min(settings.trials, settings.rounds, settings.budget, settings.seconds) <= 0:
         raise Fault("trials, rounds, budget and seconds must be positive.")
+    if settings.limit < 0:
+        raise Fault("the limit must not be negative.")
     check_tag(settings.tag)
     return replace(settings, threads=settings.threads or machine.default_threads())
 

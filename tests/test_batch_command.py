@@ -88,6 +88,7 @@ def made_up_network(**environment: object):
         (["--families", "mlp", "cats"], "unknown family 'cats'"),
         (["--tag", "../x"], "names a folder"),
         (["--trials", "0"], "must be positive"),
+        (["--limit", "-1"], "must not be negative"),
         (["--rebuild"], "does not exist"),
     ],
 )

@@ -294,6 +294,13 @@ def test_without_ceilings_there_are_measurements_and_no_predictions() -> None:
     assert "| MLP 8×1024 | float32 |" in said
 
 
+def test_rounds_that_the_time_limit_left_out_are_counted() -> None:
+    record = made_up()
+    record.settings["limit"] = 60.0
+    record.environment["limit"] = {"rounds": 80, "rounds_left_out": 20, "late_s": 0.0}
+    assert "The time limit of 60 s left out 20 of 80 rounds." in report(record)
+
+
 def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
     record = made_up()
     del record.environment["works"]

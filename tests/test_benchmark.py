@@ -90,7 +90,7 @@ def test_end_to_end(command, capsys):
 def test_inputs_are_the_first_digits_and_the_reference_is_float64(command, monkeypatch):
     seen = {}
 
-    def fake(cases, settings, environment, probes):
+    def fake(cases, settings, environment, probes, begin):
         seen["case"] = cases[0]
         return measured(seconds=0.0, ceilings=[])
 
@@ -233,6 +233,7 @@ def test_all_means_all(checkpoint):
         ({"budget": 0.0}, "must be positive"),
         ({"pause": -1.0}, "must not be negative"),
         ({"energy": -1.0}, "must not be negative"),
+        ({"limit": -1.0}, "must not be negative"),
         ({"tag": "../elsewhere"}, "names a folder"),
         ({"tag": "plots"}, "names a folder"),
         ({"checkpoint": Path("nowhere.pth")}, "nowhere.pth does not exist; `python scr/train_mnist.py`"),
@@ -295,7 +296,7 @@ def test_ctrl_c_leaves_the_old_file_and_writes_a_partial_one(tmp_path, checkpoin
 def test_mlx_without_graphs_is_timed_in_the_networks_rounds(command, monkeypatch):
     seen = []
 
-    def fake(cases, settings, environment, probes):
+    def fake(cases, settings, environment, probes, begin):
         seen.extend(cases)
         return measured(seconds=0.0, ceilings=[])
 
@@ -321,7 +322,7 @@ def test_mlx_without_graphs_is_timed_in_the_networks_rounds(command, monkeypatch
 def test_storage_types_are_cases_of_their_own(command, monkeypatch):
     seen = {}
 
-    def fake(cases, settings, environment, probes):
+    def fake(cases, settings, environment, probes, begin):
         seen["cases"] = [(case.name, case.dtype, case.tolerance) for case in cases]
         seen["stored"] = [case.candidates[0].arguments["dtype"] for case in cases]
         return measured(seconds=0.0, ceilings=[])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from harness.measure import (
     Probe,
     Study,
     failed,
+    limited,
     plan_cell,
     run_study,
     spread,
@@ -67,8 +69,18 @@ def test_a_cell_stays_near_its_budget(median_ms):
     plan = plan_cell(MeasureSettings(), median_ms, return_ms=median_ms)
     latency_s = plan.rounds * (1 + plan.counts["latency"]) * median_ms / 1e3
     assert latency_s <= 1.01 * 7.0
-    assert plan.rounds * plan.burst_s <= 1.7 * 7.0
+    assert (
+        sum(plan.costs[kind] * plan.counts[kind] * plan.rounds_of[kind] for kind in plan.counts) <= 1.7 * 7.0
+    )
     assert plan.counts["latency"] * plan.rounds >= min(200, 0.4 * 7.0 / (median_ms / 1e3))
+
+
+def test_a_burst_is_expected_to_take_its_trials_and_the_forwards_before_them():
+    plan = plan_cell(MeasureSettings(), median_ms=2.0, return_ms=0.5)
+    assert plan.wake_s == pytest.approx(0.006), "three forwards, the third past 5 ms"
+    assert plan.burst_s({"latency": 10}) == pytest.approx(0.026)
+    assert plan.burst_s({"latency": 10, "throughput": 1, "python": 2}) == pytest.approx(0.026 + 0.016 + 0.001)
+    assert plan_cell(MeasureSettings(), median_ms=300.0, return_ms=0.5).wake_s == pytest.approx(0.3)
 
 
 def test_every_prefix_of_the_spread_is_even():
@@ -87,19 +99,22 @@ def test_one_round_is_no_special_case():
 # Order
 
 
-def study_of(seed, *candidates, batch_sizes=(1, 4)):
-    settings = MeasureSettings(trials=40, warmup=4, budget=5.0, rounds=10, seed=seed)
+def study_of(seed, *candidates, batch_sizes=(1, 4), **changes):
+    settings = replace(SETTINGS, seed=seed, **changes)
     study = Study([case(*candidates, batch_sizes=batch_sizes)], settings, LocalWorker, CLOCK)
     study.find_references()
     study.warm_all()
     return study
 
 
+def bursts_of(study):
+    return [burst for bursts in study.schedule() for burst in bursts]
+
+
 def test_every_round_times_every_backend_once_in_random_order():
-    schedule = study_of(1, candidate("a"), candidate("b"), candidate("c")).schedule()
     rounds = {}
-    for cell, number, _, _ in schedule:
-        rounds.setdefault((cell.batch_size, number), []).append(cell.candidate.name)
+    for burst in bursts_of(study_of(1, candidate("a"), candidate("b"), candidate("c"))):
+        rounds.setdefault((burst.cell.batch_size, burst.round), []).append(burst.cell.candidate.name)
     assert len(rounds) == 2 * 10
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds.values())
     assert len({tuple(names) for names in rounds.values()}) >= 4
@@ -107,18 +122,17 @@ def test_every_round_times_every_backend_once_in_random_order():
 
 
 def test_rounds_of_all_batch_sizes_are_spread_over_the_run():
-    schedule = study_of(1, candidate("a"), candidate("b")).schedule()
-    half = len(schedule) // 2
+    sizes = [burst.cell.batch_size for burst in bursts_of(study_of(1, candidate("a"), candidate("b")))]
+    half = len(sizes) // 2
     for size in (1, 4):
-        early = sum(cell.batch_size == size for cell, *_ in schedule[:half])
-        assert 0.35 * half <= early <= 0.65 * half
-    changes = sum(a[0].batch_size != b[0].batch_size for a, b in itertools.pairwise(schedule))
+        assert 0.35 * half <= sizes[:half].count(size) <= 0.65 * half
+    changes = sum(a != b for a, b in itertools.pairwise(sizes))
     assert changes >= 9, "batch sizes must alternate, not follow each other"
 
 
 def test_a_round_is_not_interrupted_by_another():
-    schedule = study_of(1, candidate("a"), candidate("b")).schedule()
-    keys = [(cell.batch_size, number) for cell, number, _, _ in schedule]
+    bursts = bursts_of(study_of(1, candidate("a"), candidate("b")))
+    keys = [(burst.cell.batch_size, burst.round) for burst in bursts]
     assert all(keys[i] == keys[i + 1] for i in range(0, len(keys), 2))
 
 
@@ -142,10 +156,24 @@ def test_cases_may_share_their_rounds():
 
 def test_the_seed_decides_the_order():
     def order(seed):
-        return [(c.candidate.name, c.batch_size, n) for c, n, _, _ in study_of(seed, *pair).schedule()]
+        return [(b.cell.candidate.name, b.cell.batch_size, b.round) for b in bursts_of(study_of(seed, *pair))]
 
     pair = (candidate("a"), candidate("b"))
     assert order(5) == order(5) != order(6)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 1e9])
+def test_a_limit_changes_nothing_in_the_order(limit):
+    backends = (candidate("a"), candidate("b"), candidate("slow", seconds=0.9))
+    study = study_of(7, *backends, rounds=5, limit=limit)
+    order = " ".join(
+        f"{burst.cell.candidate.name}{burst.cell.batch_size}.{burst.round}{'!' * burst.last}"
+        for burst in bursts_of(study)
+    )
+    assert order == (
+        "b1.0 slow1.0 a1.0 b4.0 a4.0 slow4.0 slow1.1 b1.1 a1.1 b4.1 slow4.1 a4.1 a1.2 slow1.2 b1.2 "
+        "b4.2 slow4.2 a4.2 b4.3 a4.3 b1.3 a1.3 b1.4! slow1.4! a1.4! slow4.4! a4.4! b4.4!"
+    )
 
 
 def test_a_slow_backend_shares_its_rounds_with_a_slower_one():
@@ -157,8 +185,8 @@ def test_a_slow_backend_shares_its_rounds_with_a_slower_one():
         batch_sizes=(1,),
     )
     taken = {}
-    for cell, number, _, _ in study.schedule():
-        taken.setdefault(cell.candidate.name, set()).add(number)
+    for burst in bursts_of(study):
+        taken.setdefault(burst.cell.candidate.name, set()).add(burst.round)
     assert len(taken["fast"]) == 10 and LEAST_ROUNDS <= len(taken["slow"]) < 10
     assert taken["slower"] <= taken["slow"] <= taken["fast"]
 
@@ -187,6 +215,15 @@ def burst_of(counts, **arguments):
 def test_the_first_call_of_a_burst_is_not_counted():
     found, _ = burst_of({"latency": 3}, seconds=0.002, first=50.0)
     assert found["latency"] == pytest.approx([2.0] * 3)
+
+
+@pytest.mark.parametrize(("seconds", "uncounted"), [(0.0004, 13), (0.002, 3), (0.008, 1)])
+def test_a_burst_wakes_the_machine_before_it_counts(seconds, uncounted):
+    backend = FakeBackend("a", seconds=seconds)
+    backend.prepare(inputs(1))
+    trials, _ = time_burst(backend, {"latency": 2}, 8, CLOCK, 0.0)
+    assert backend.calls == uncounted + 2 and len(trials) == 2
+    assert plan_cell(SETTINGS, 1e3 * seconds, 1.0).wake_s == pytest.approx(uncounted * seconds)
 
 
 def test_kinds_are_what_they_say():
@@ -275,6 +312,129 @@ def test_a_record_of_a_run_can_be_stored(tmp_path):
     records.save(record, tmp_path / "per_trial.npz")
     again = records.load(tmp_path / "per_trial.npz")
     assert again.cells == record.cells and len(again.rows) == len(record.rows)
+
+
+# A limit on the time
+
+
+def limited_run(share, *candidates, settings=SETTINGS, **fields):
+    """(record under a limit of `share` of what the run takes without one, that limit)."""
+    cases = case(*candidates, **fields)
+    whole = run(cases, settings=settings)
+    assert whole.environment["complete"] and "limit" not in whole.environment and not limited(whole)
+    limit = share * whole.environment["seconds"]
+    return run(cases, settings=replace(settings, limit=limit)), limit
+
+
+TRIO = (candidate("a", seconds=0.03), candidate("b", seconds=0.05), candidate("slow", seconds=0.1))
+
+
+def rounds_of(record):
+    """The rounds of every cell."""
+    rows = record.rows[record.rows.kind == "latency"]
+    return {key: set(cell["round"]) for key, cell in rows.groupby(["backend", "batch_size"])}
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.95])
+def test_a_limit_is_kept_within_a_round(share):
+    record, limit = limited_run(share, *TRIO)
+    a_round = 4 * (0.03 + 0.05 + 0.1) * 5  # of all backends at batch 4: at most five forwards each
+    assert limit - 1.5 * a_round <= record.environment["seconds"] <= limit
+    assert record.environment["complete"] and record.environment["limit"]["late_s"] == 0
+    assert not failed(record)
+
+
+def test_all_cells_lose_the_same_share_of_their_rounds():
+    trio = [candidate(name, seconds=0.01) for name in "abc"]
+    record, _ = limited_run(0.9, *trio, batch_sizes=(1, 2, 16))  # the short rounds must not fill what is left
+    rounds = rounds_of(record)
+    counts = {len(found) for found in rounds.values()}
+    assert max(counts) - min(counts) <= 1 and LEAST_ROUNDS <= min(counts) and max(counts) < 10
+    for size in (1, 2, 16):
+        assert rounds["a", size] == rounds["b", size] == rounds["c", size], "their ratios are paired"
+    facts = record.environment["limit"]
+    timed = sum(len(found) for (backend, _), found in rounds.items() if backend == "a")
+    assert (facts["rounds"], facts["rounds"] - facts["rounds_left_out"]) == (30, timed)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.7, 0.9])
+def test_a_slow_cell_keeps_its_rounds_and_its_peers_are_in_them(share):
+    slow = (candidate("slow", seconds=1.0), candidate("slower", seconds=1.2))
+    record, _ = limited_run(share, *TRIO[:2], *slow, batch_sizes=(1,))
+    rounds = rounds_of(record)
+    assert all(len(found) >= LEAST_ROUNDS for found in rounds.values())
+    assert rounds["slower", 1] <= rounds["slow", 1] <= rounds["a", 1] == rounds["b", 1]
+    assert record.rows.sequence.is_monotonic_increasing and record.rows.start_s.is_monotonic_increasing
+
+
+def test_what_every_cell_needs_is_timed_however_late_that_is():
+    record, limit = limited_run(0.01, *TRIO)
+    assert {len(found) for found in rounds_of(record).values()} == {LEAST_ROUNDS}
+    assert record.environment["complete"] and not failed(record)
+    assert record.environment["limit"]["late_s"] == pytest.approx(record.environment["seconds"] - limit)
+    late = re.escape(f"The run took {record.environment['limit']['late_s']:.0f} s longer than its limit of")
+    (left_out, exceeded) = limited(record)
+    assert re.match(late, exceeded) and left_out.endswith("s left out 12 of 20 rounds.")
+
+
+def test_a_limit_counts_from_where_the_command_began():
+    cases = case(*TRIO)
+    limit = run(cases).environment["seconds"]
+    settings = replace(SETTINGS, limit=1.2 * limit)
+    record = run(cases, settings=settings)
+    assert record.environment["limit"] == {"rounds": 20, "rounds_left_out": 0, "late_s": 0.0}
+    record = run(cases, settings=settings, begin=CLOCK.now - 0.5 * limit)
+    assert record.environment["seconds"] <= 0.7 * limit and record.environment["limit"]["late_s"] == 0
+    assert record.environment["limit"]["rounds_left_out"] > 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9])
+def test_every_cell_is_checked_to_the_end_under_a_limit(share):
+    record, _ = limited_run(share, *TRIO)
+    last = [(c["backend"], c["batch_size"]) for c in record.checks if c["when"] == "last trial"]
+    assert sorted(last) == sorted(rounds_of(record)) and len(last) == 6
+    late = candidate("late", seconds=0.03, error=0.5, wrong_after=40)
+    record, _ = limited_run(share, candidate("a", seconds=0.03), late, batch_sizes=(1,))
+    assert [cell["state"] for cell in record.cells] in (["steady", "dropped"], ["few", "dropped"])
+    assert [check["when"] for check in record.checks if not check["passed"]] == ["last trial"]
+
+
+def test_bursts_that_take_longer_than_their_forwards_are_learnt_from(monkeypatch):
+    slow = LocalWorker.ask
+
+    def ask(self, method, **arguments):
+        CLOCK.now += 0.5 if method == "burst" else 0.0
+        return slow(self, method, **arguments)
+
+    monkeypatch.setattr(LocalWorker, "ask", ask)
+    record, limit = limited_run(0.7, candidate("a"), candidate("b"))
+    assert limit - 2.5 <= record.environment["seconds"] <= limit
+    assert record.environment["limit"]["rounds_left_out"] >= 5
+
+
+def test_energy_and_trace_have_their_time_under_a_limit(monkeypatch):
+    settings = replace(SETTINGS, energy=2.0)
+
+    def joules(counter, call, idle, seconds):
+        call()
+        CLOCK.now += seconds
+        return 32.0
+
+    monkeypatch.setattr(worker_module, "open_counter", lambda: lambda: 0.0)
+    monkeypatch.setattr(worker_module, "idle_watts", lambda counter: 90.0)
+    monkeypatch.setattr(worker_module, "joules_per_call", joules)
+    monkeypatch.setattr(worker_module, "find_library", lambda: "there")
+    monkeypatch.setattr(worker_module, "Trace", FakeTrace)
+    gpus = [candidate(name, target="cuda", traced=True, seconds=0.03) for name in ("gpu", "other")]
+    record, limit = limited_run(0.8, *gpus, settings=settings)
+    assert limit - 8.0 <= record.environment["seconds"] <= limit
+    assert record.environment["limit"]["rounds_left_out"] > 0 and not failed(record)
+    device = record.rows[record.rows.kind == "device"]
+    assert len(device) == 4 * measure_module.TRACE_ROUNDS * measure_module.TRACED_FORWARDS
+    assert all("joules_per_image" in cell for cell in record.cells)
+
+
+# Cells that cannot be measured, and drift
 
 
 def test_a_slow_cell_is_few():

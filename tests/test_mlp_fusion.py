@@ -69,6 +69,14 @@ def test_a_quick_run_writes_where_no_full_one_does(ran):
     assert [path.name for path in (ran / "conclusions").iterdir()] == ["quick"]
 
 
+def test_rounds_that_the_time_limit_left_out_are_counted(ran):
+    record = load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz")
+    assert "limit" not in record.environment and "time limit" not in report.doubts(View(record))
+    record.settings["limit"] = 60.0
+    record.environment["limit"] = {"rounds": 80, "rounds_left_out": 20, "late_s": 0.0}
+    assert "- The time limit of 60 s left out 20 of 80 rounds." in report.doubts(View(record))
+
+
 def test_compiled_graphs_are_counted(ran):
     view = View(load(ran / "output" / "quick" / "mlp_fusion" / "per_trial.npz"))
     name = view.case_names(lambda n: n.startswith("linear"))[0]
@@ -240,6 +248,7 @@ def test_one_case_in_two_dtypes_has_two_references():
         (["--experiments", "9"], "experiments are numbered 1 to 7"),
         (["--tag", "../x"], "names a folder"),
         (["--seconds", "0"], "must be positive"),
+        (["--limit", "-1"], "must not be negative"),
         (["--rebuild"], "does not exist"),
     ],
 )

@@ -170,6 +170,18 @@ def test_an_interrupted_run_says_so(record):
     assert "interrupted" in report_text(partial).split("## ")[0]
 
 
+def test_rounds_that_the_time_limit_left_out_are_counted():
+    record = make_record(backends=("torch",), batch_sizes=(1,))
+    record.settings["limit"] = 500.0
+    record.environment["limit"] = {"rounds": 1200, "rounds_left_out": 300, "late_s": 0.0}
+    text = report_text(record)
+    assert "- The time limit of 500 s left out 300 of 1200 rounds.\n" in section(text, "Warnings")
+    assert "at most 500 s in all" in text and "longer than its limit" not in text
+    record.environment["limit"] = {"rounds": 1200, "rounds_left_out": 0, "late_s": 12.4}
+    said = section(report_text(record), "Warnings")
+    assert "The run took 12 s longer than its limit of 500 s" in said and "left out 0" not in said
+
+
 def test_closing_sentences_follow_the_data():
     closing = verdicts.five_sentences(groups(make_record())[0])
     assert len(closing) == 5

@@ -40,7 +40,7 @@ from batch.roofline import (
 )
 from harness import plots
 from harness.cli import Fault
-from harness.measure import failed, unavailable
+from harness.measure import failed, limited, unavailable
 from harness.paths import write_atomic
 from harness.present import present
 from harness.record import Record
@@ -956,6 +956,7 @@ def method(record: Record, study: Study) -> str:
         f"{count(len(drifting), 'cell')} drifted by more than 5 %.",
         *failed(record),
         *unavailable(record),
+        *limited(record),
         *record.environment.get("warnings", []),
     ]
     return " ".join(sentence for sentence in sentences if sentence)

@@ -1,5 +1,6 @@
 """From the study's cases to a record: what is measured by whom, and what is stored beside it."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Settings(MeasureSettings):
 
 def measure(settings: Settings, network_record: Path) -> Record:
     """Run the study. Raises Fault where the device is missing, Interrupted after Ctrl-C."""
+    begin = time.perf_counter()
     threads = settings.threads or machine.default_threads()
     place = find_device(settings.device)
     works = all_works(place["device"], place["memory_bytes"], settings.quick)
@@ -54,7 +56,7 @@ def measure(settings: Settings, network_record: Path) -> Record:
         "works": {work.name + " " + work.dtype: work.describe() for work in works},
         "network": network_medians(network_record),
     }
-    record = run_study(cases, settings, environment, probes(place["device"], threads))
+    record = run_study(cases, settings, environment, probes(place["device"], threads), begin=begin)
     # Inputs are made in the worker and stay there, so this study has no transfers.
     record.rows = record.rows[record.rows["kind"] != "transfer"].reset_index(drop=True)
     return record

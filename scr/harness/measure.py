@@ -26,11 +26,14 @@ must agree, else the backend is dropped from the case with the numbers of its er
 round gives, for one case and batch size, one short burst to every backend, in random order; the rounds of all
 cases and batch sizes are spread over the whole run, so that heat and background load meet all of them alike.
 Slow backends take part in fewer rounds, in nested subsets, so that any two share as many rounds as possible.
+With a limit on the run's time, whole rounds are left out once the rest would no longer fit; every cell keeps
+its first LEAST_ROUNDS of the nested subsets, which lie evenly over the run.
 """
 
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +47,9 @@ from harness.cli import Fault
 from harness.paths import shown
 from harness.present import present
 from harness.record import GPU_TRACE, Record, rows_from, save, without_false_device_times
-from harness.worker import Worker, WorkerCrash, WorkerError
+from harness.worker import RAMP_S, Worker, WorkerCrash, WorkerError
 
-LEAST_ROUNDS = 4  # of a backend that is too slow for its budget: below, no interval says anything
+LEAST_ROUNDS = 4  # of a backend that is too slow for its budget or a limit: below, no interval says anything
 
 # Seconds that each kind may take per cell, as a share of the budget; at most so many trials per round.
 SHARES = {"latency": 1.0, "throughput": 0.25, "python": 0.1, "device": 0.25}
@@ -55,6 +58,12 @@ IN_FLIGHT = 8
 TRACE_ROUNDS = 6  # in each of which every cell on an NVIDIA GPU is traced, in random order
 TRACED_FORWARDS = 3  # per cell and round
 NOT_YET_TRACED = "the run ended before the GPU was traced"
+
+# Expected seconds beyond the forwards themselves.
+BURST_S = 0.04  # of a burst: the way there and back, the input, garbage, settling; until it is measured
+ENERGY_S = 0.3  # of counting a cell's joules: two changes of a counter that moves every 0.1 s
+TRACE_S = 0.02  # of tracing a cell beyond what a burst costs: the trace is turned on and off
+START_S = 1.5  # of a worker's first count of joules, with the idle power, and of its first trace
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,10 @@ class MeasureSettings:
     budget: float = field(default=7.0, metadata={"help": "seconds per cell; slow cells get fewer trials"})
     rounds: int = field(default=20, metadata={"help": "rounds per batch size, over which trials are spread"})
     pause: float = field(default=0.0, metadata={"help": "seconds to wait before each burst, to cool down"})
+    limit: float = field(
+        default=0.0,
+        metadata={"help": "seconds the whole run may take; rounds are left out to keep it (0: no limit)"},
+    )
     seed: int = field(default=42, metadata={"help": "of the order of measurement"})
     energy: float = field(default=0.0, metadata={"help": "seconds per cell to count joules on NVIDIA GPUs"})
     threads: int = field(default=0, metadata={"help": "CPU threads of every framework; 0 = one per core"})
@@ -137,43 +150,60 @@ class Plan:
     counts: dict[str, int]
     rounds_of: dict[str, int]  # per kind; at most `rounds`
     in_flight: int
-    burst_s: float  # expected
+    costs: dict[str, float]  # expected seconds per trial, per kind
     left_out: dict[str, str]  # kinds not measured, with the reason
+
+    @property
+    def forward_s(self) -> float:
+        """Expected seconds of one forward."""
+        return self.costs["latency"]
+
+    @property
+    def wake_s(self) -> float:
+        """Expected seconds of the forwards at the start of a burst that are not counted."""
+        return self.forward_s * max(1, math.ceil(RAMP_S / self.forward_s))
+
+    def burst_s(self, counts: dict[str, int]) -> float:
+        """Expected seconds of the forwards of a burst that times `counts`."""
+        return self.wake_s + sum(self.costs[kind] * count for kind, count in counts.items())
 
 
 def plan_cell(
     settings: MeasureSettings, median_ms: float, return_ms: float, has_device_clock: bool = False
 ) -> Plan:
-    """Plan a cell from its warm-up: within the budget, but a trial in LEAST_ROUNDS rounds at least."""
+    """Plan a cell from its warm-up: within the budget, but a trial in LEAST_ROUNDS rounds at least.
+
+    Of the forwards that are not counted the budget holds one per round; what more a short forward needs to
+    wake the machine, RAMP_S at most, comes on top.
+    """
     forward = max(median_ms / 1e3, 1e-7)
     budget = settings.budget
     most = max(1, min(settings.rounds, settings.trials))
-    # A round costs its trials and the forward that is not counted.
+    # A round costs its trials and a forward that is not counted.
     rounds = int(np.clip(budget / (2 * forward), min(LEAST_ROUNDS, most), most))
     wanted = -(-settings.trials // rounds)
     affordable = int((budget / rounds - forward) / forward)
     counts, rounds_of = {"latency": max(1, min(wanted, affordable))}, {"latency": rounds}
     in_flight = int(np.clip(SHARES["throughput"] * budget / (LEAST_ROUNDS * forward), 2, IN_FLIGHT))
     costs = {
+        "latency": forward,
         "throughput": in_flight * forward,
         # An output that is only described is thrown away unevaluated; any other is waited for.
         "python": forward if return_ms > 0.5 * median_ms else return_ms / 1e3,
         "device": 3 * IN_FLIGHT * forward,
     }
     left_out = {} if has_device_clock else {"device": "this platform has no device clock"}
-    for kind, cost in costs.items():
+    for kind, most_per_round in PER_ROUND.items():
         if kind in left_out:
             continue
+        cost = costs[kind]
         affordable = int(SHARES[kind] * budget / cost) if cost else settings.trials
         if affordable < min(LEAST_ROUNDS, most):
             left_out[kind] = "too slow for the budget"
             continue
         rounds_of[kind] = min(rounds, affordable)
-        counts[kind] = max(1, min(PER_ROUND[kind], affordable // rounds))
-    burst = forward * (1 + counts["latency"]) + sum(
-        cost * counts.get(kind, 0) * rounds_of.get(kind, 0) / rounds for kind, cost in costs.items()
-    )
-    return Plan(rounds, counts, rounds_of, in_flight, burst, left_out)
+        counts[kind] = max(1, min(most_per_round, affordable // rounds))
+    return Plan(rounds, counts, rounds_of, in_flight, costs, left_out)
 
 
 def spread(count: int) -> list[int]:
@@ -257,6 +287,22 @@ class Cell:
         )
 
 
+@dataclass(frozen=True)
+class Burst:
+    """One cell's part in a round."""
+
+    cell: Cell
+    round: int
+    counts: dict[str, int]  # trials per kind
+    needed: bool  # its round is one of those that no limit leaves out
+    last: bool  # of the cell
+
+    @property
+    def seconds(self) -> float:
+        """Expected for its forwards."""
+        return present(self.cell.plan).burst_s(self.counts)
+
+
 class Study:
     """A run in progress. `run_study` is the way to use it."""
 
@@ -266,10 +312,14 @@ class Study:
         settings: MeasureSettings,
         make_worker: Callable[[str], Any],
         clock: Callable[[], float],
+        begin: float | None = None,
     ) -> None:
         self.settings = settings
         self.clock = clock
         self.origin = clock()
+        self.deadline = (self.origin if begin is None else begin) + (settings.limit or math.inf)
+        self.rounds = self.rounds_left_out = 0
+        self.bursts, self.beyond_s = 1, BURST_S  # what bursts cost beyond their forwards, in sum
         self.make_worker = make_worker
         self.random = random.Random(settings.seed)
         self.workers: dict[str, Any] = {}
@@ -435,8 +485,8 @@ class Study:
         self.sequence += 1
         return self.sequence - 1
 
-    def schedule(self) -> list[tuple[Cell, int, dict[str, int], bool]]:
-        """All bursts in the order of the run: (cell, round, trials per kind, whether it is the last)."""
+    def schedule(self) -> list[list[Burst]]:
+        """All rounds in the order of the run, each with its bursts in theirs."""
         groups: dict[str, list[tuple[Cell, Plan]]] = {}
         for cell in self.cells:
             if not cell.state:
@@ -448,33 +498,95 @@ class Study:
                 taking_part = [(cell, plan) for cell, plan in cells if rank < plan.rounds]
                 self.random.shuffle(taking_part)
                 rounds.append(((number + self.random.random()) / count, number, rank, taking_part))
-        bursts = []
-        for _, number, rank, cells in sorted(rounds, key=lambda entry: entry[0]):
-            for cell, plan in cells:
-                counts = {kind: count for kind, count in plan.counts.items() if rank < plan.rounds_of[kind]}
-                bursts.append((cell, number, counts))
-        last = {id(cell): index for index, (cell, _, _) in enumerate(bursts)}
-        return [(*burst, last[id(burst[0])] == index) for index, burst in enumerate(bursts)]
+        rounds.sort(key=lambda entry: entry[0])
+        last = {id(cell): index for index, (*_, cells) in enumerate(rounds) for cell, _ in cells}
+        return [
+            [
+                Burst(
+                    cell,
+                    number,
+                    {kind: count for kind, count in plan.counts.items() if rank < plan.rounds_of[kind]},
+                    needed=rank < LEAST_ROUNDS,
+                    last=last[id(cell)] == index,
+                )
+                for cell, plan in cells
+            ]
+            for index, (_, number, rank, cells) in enumerate(rounds)
+        ]
 
     def time_all(self) -> None:
-        """Run the schedule. The burst with a cell's last trial also brings the output to be checked."""
-        bursts = self.schedule()
-        seconds = [present(cell.plan).burst_s + self.settings.pause for cell, *_ in bursts]
-        bar = progress("timing", sum(seconds))
-        for (cell, number, counts, last), expected in zip(bursts, seconds, strict=True):
-            if not cell.state:
-                if self.settings.pause:
-                    time.sleep(self.settings.pause)
-                self.guarded(cell, partial(self.time, cell=cell, number=number, counts=counts, last=last))
-            bar.set_postfix_str(f"{cell.candidate.name} {cell.batch_size}", refresh=False)
-            bar.update(expected)
-        bar.close()
+        """Run the schedule. The burst with a cell's last trial also brings the output to be checked.
 
-    def time(self, worker: Any, cell: Cell, number: int, counts: dict[str, int], last: bool) -> None:
+        From the first round on that no longer fits into the limit, only needed rounds are run: then all cells
+        have been in the same part of the schedule, and in LEAST_ROUNDS rounds or all they were planned for.
+        """
+        rounds = self.schedule()
+        self.rounds = len(rounds)
+        unchecked = []
+
+        def weight(bursts: Iterable[Burst]) -> float:
+            return sum(burst.seconds + BURST_S + self.settings.pause for burst in bursts)
+
+        bar = progress("timing", sum(map(weight, rounds)))
+        for index, bursts in enumerate(rounds):
+            may_miss = not bursts[0].needed and any(not burst.cell.state for burst in bursts)
+            if may_miss and (self.rounds_left_out or not self.fits(rounds[index:])):
+                self.rounds_left_out += 1
+                unchecked += [burst.cell for burst in bursts if burst.last]
+                bar.total = present(bar.total) - weight(bursts)
+                continue
+            for burst in bursts:
+                bar.set_postfix_str(f"{burst.cell.candidate.name} {burst.cell.batch_size}", refresh=False)
+                if not burst.cell.state:
+                    if self.settings.pause:
+                        time.sleep(self.settings.pause)
+                    self.guarded(burst.cell, partial(self.time, burst=burst))
+                bar.update(weight([burst]))
+        bar.close()
+        for cell in unchecked:
+            if not cell.state:
+                self.guarded(cell, partial(self.check_last, cell=cell))
+
+    def fits(self, ahead: Sequence[list[Burst]]) -> bool:
+        """Whether the limit has room for the next of the rounds ahead, and then for all that must be done."""
+        if self.deadline == math.inf:
+            return True
+        needed = [burst for bursts in ahead[1:] for burst in bursts if burst.needed]
+        return self.clock() + self.expected([*ahead[0], *needed]) + self.afterwards() <= self.deadline
+
+    def request_s(self) -> float:
+        """Seconds that a burst takes beyond its forwards, by those that were run."""
+        return max(0.0, self.beyond_s / self.bursts)
+
+    def expected(self, bursts: Iterable[Burst]) -> float:
+        """Seconds that bursts will take, with what comes beside their forwards."""
+        extra = self.request_s() + self.settings.pause
+        return sum(burst.seconds + extra for burst in bursts if not burst.cell.state)
+
+    def afterwards(self) -> float:
+        """Seconds that the last checks, the energy and the trace will take, rather too many than too few."""
+        request = self.request_s()
+        plans = [present(cell.plan) for cell in self.cells if not cell.state]
+        checks = sum(request + plan.forward_s for plan in plans if plan.rounds > LEAST_ROUNDS)
+        counted, traced = self.counted(), self.traced()
+        starts = len({cell.candidate.worker for cell in counted}) + len({c.candidate.worker for c in traced})
+        energy = sum(
+            request + self.settings.energy + ENERGY_S + 2 * plan.in_flight * plan.forward_s
+            for plan in (present(cell.plan) for cell in counted)
+        )
+        trace = sum(
+            request + TRACE_S + plan.wake_s + TRACED_FORWARDS * plan.forward_s
+            for plan in (present(cell.plan) for cell in traced)
+        )
+        return checks + energy + self.trace_rounds() * trace + START_S * starts
+
+    def time(self, worker: Any, burst: Burst) -> None:
         """Run one burst and keep its rows, no more than the wanted trials."""
+        cell, number, last = burst.cell, burst.round, burst.last
         done = sum(row["kind"] == "latency" for row in cell.rows)
-        counts = counts | {"latency": min(counts["latency"], max(1, self.settings.trials - done))}
-        burst = worker.ask(
+        counts = burst.counts | {"latency": min(burst.counts["latency"], max(1, self.settings.trials - done))}
+        start = self.clock()
+        found = worker.ask(
             "burst",
             key=cell.key,
             batch=cell.batch_key,
@@ -483,16 +595,27 @@ class Study:
             origin=self.origin,
             check=last,
         )
-        for kind, start_s, milliseconds in burst["trials"]:
+        self.bursts += 1
+        self.beyond_s += self.clock() - start - present(cell.plan).burst_s(counts)
+        for kind, start_s, milliseconds in found["trials"]:
             cell.add(kind, start_s, milliseconds, self.next(), number)
         if last:
-            self.check(cell, burst["output"], "last trial")
+            self.check(cell, found["output"], "last trial")
+
+    def check_last(self, worker: Any, cell: Cell) -> None:
+        """The check of a cell whose last burst was left out, on one more forward."""
+        self.check(cell, worker.ask("result", key=cell.key, batch=cell.batch_key), "last trial")
+
+    def counted(self) -> list[Cell]:
+        """The cells whose joules are counted."""
+        cells = self.cells if self.settings.energy else []
+        return [c for c in cells if c.target == "cuda" and not c.state and c.case.energy]
 
     def count_energy(self) -> None:
         """Count the joules per image of every cell on an NVIDIA GPU, after everything is timed."""
-        cells = [c for c in self.cells if c.target == "cuda" and not c.state and c.case.energy]
+        cells = self.counted()
         bar = progress("energy", len(cells))
-        for cell in cells if self.settings.energy else []:
+        for cell in cells:
             if not cell.state:
                 self.guarded(cell, partial(self.energy, cell=cell))
             bar.update()
@@ -506,14 +629,21 @@ class Study:
             joules, idle = found
             cell.facts |= {"joules_per_image": joules / cell.batch_size, "idle_watts": idle}
 
+    def traced(self) -> list[Cell]:
+        """The cells whose device times come from the GPU's trace."""
+        return [c for c in self.cells if c.traced and not c.state]
+
+    def trace_rounds(self) -> int:
+        """In how many rounds they are traced."""
+        return min(self.settings.rounds, TRACE_ROUNDS)
+
     def trace_all(self) -> None:
-        """Trace forwards of every cell whose device times come from the GPU's trace.
+        """Trace forwards of every cell that is to be traced.
 
         After everything else: a process that has traced launches more slowly from then on. A cell that cannot
         be traced keeps what was timed.
         """
-        rounds = min(self.settings.rounds, TRACE_ROUNDS)
-        cells = [c for c in self.cells if c.traced and not c.state]
+        rounds, cells = self.trace_rounds(), self.traced()
         bar = progress("trace", rounds * len(cells))
         for number in range(rounds):
             self.random.shuffle(cells)
@@ -551,12 +681,18 @@ class Study:
                     self.worker_facts[name]["reason"] = str(crash)
         for name, reason in self.lost.items():
             self.worker_facts.setdefault(name, {})["reason"] = reason
+        limit = {
+            "rounds": self.rounds,
+            "rounds_left_out": self.rounds_left_out,
+            "late_s": max(0.0, self.clock() - self.deadline),
+        }
         rows = sorted((row for cell in self.cells for row in cell.rows), key=lambda row: row["sequence"])
         record = Record(
             rows=rows_from(rows),
             environment=environment
             | {"complete": complete, "workers": self.worker_facts, "ceilings": self.ceilings}
-            | {"seconds": self.clock() - self.origin},
+            | {"seconds": self.clock() - self.origin}
+            | ({"limit": limit} if self.settings.limit else {}),
             settings=plain_settings(self.settings),
             checks=self.checks,
             cells=[cell.summary() for cell in self.cells],
@@ -571,6 +707,7 @@ def run_study(
     probes: Sequence[Probe] = (),
     make_worker: Callable[[str], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    begin: float | None = None,
 ) -> Record:
     """Measure `cases` and return the record; nothing is written.
 
@@ -578,12 +715,15 @@ def run_study(
     gave), "workers", "seconds" and "complete" are added to it. `make_worker(name)` replaces the processes,
     for tests and for studies that time in their own process. A cell that could not be measured is in the
     record's cells with its state, "unavailable" (it cannot run here) or "dropped" (it failed or was wrong),
-    and the reason. Raises Interrupted on Ctrl-C, and Fault when the reference cannot be computed.
+    and the reason. `begin` is when the settings' limit began to count, by `clock`; None: now. With a limit,
+    "limit" in the environment counts the rounds and those left out, and says by how many seconds the run was
+    late all the same: LEAST_ROUNDS of every cell, the last checks, the energy and the trace are always done.
+    Raises Interrupted on Ctrl-C, and Fault when the reference cannot be computed.
     """
     threads = thread_variables(settings.threads)
     variables = {c.worker: c.environment for case in cases for c in case.candidates}
     make_worker = make_worker or (lambda name: Worker(name, threads | variables.get(name, {})))
-    study = Study(cases, settings, make_worker, clock)
+    study = Study(cases, settings, make_worker, clock, begin)
     try:
         try:
             study.run_probes(probes)
@@ -611,8 +751,8 @@ def keep_partial(stop: Interrupted, path: Path) -> int:
 
 
 def print_problems(record: Record) -> int:
-    """Say which backends could not run or were dropped; returns the exit status, 1 if one was dropped."""
-    for sentence in unavailable(record) + failed(record):
+    """Say what could not run, was dropped or left out; the exit status: 1 if a backend was dropped."""
+    for sentence in unavailable(record) + failed(record) + limited(record):
         print(sentence)
     return 1 if failed(record) else 0
 
@@ -625,6 +765,22 @@ def failed(record: Record) -> list[str]:
 def unavailable(record: Record) -> list[str]:
     """One sentence per backend that cannot run on this machine."""
     return _sentences(record, "unavailable", "is unavailable")
+
+
+def limited(record: Record) -> list[str]:
+    """Sentences on what the time limit left out and by how much it was exceeded; none where all fitted."""
+    facts, limit = record.environment.get("limit"), record.settings.get("limit")
+    found = []
+    if facts and facts["rounds_left_out"]:
+        found.append(
+            f"The time limit of {limit:g} s left out {facts['rounds_left_out']} of {facts['rounds']} rounds."
+        )
+    if facts and facts["late_s"] >= 0.5:
+        found.append(
+            f"The run took {facts['late_s']:.0f} s longer than its limit of {limit:g} s: "
+            f"{LEAST_ROUNDS} rounds of every cell and what comes after the timing are never left out."
+        )
+    return found
 
 
 def _sentences(record: Record, state: str, what: str) -> list[str]:

@@ -23,6 +23,7 @@ from harness.analysis import (
 from harness.backends import DIRECT_CASES, DIRECT_RUNGS
 from harness.ceilings import device_of
 from harness.compare import contradictions
+from harness.measure import limited
 from harness.present import present
 from harness.record import FALSE_CLOCK, GPU_TRACE, KINDS, Record
 from harness.statistics import NOISY_CV_PERCENT, P95_FROM, speedup
@@ -85,6 +86,7 @@ def machine_table(record: Record) -> str:
     asked = [f"{k.replace('_', ' ')} {settings[k]}" for k in ("trials", "warmup", "rounds") if k in settings]
     asked += [f"budget {settings['budget']:g} s per cell"] if "budget" in settings else []
     asked += [f"pause {settings['pause']:g} s before each burst"] if settings.get("pause") else []
+    asked += [f"at most {settings['limit']:g} s in all"] if settings.get("limit") else []
     asked += [f"seed {settings['seed']}"] if "seed" in settings else []
     rows = [
         ("chip", facts["chip"]),
@@ -134,6 +136,7 @@ def warnings(record: Record, found_groups: Sequence[Group]) -> str:
     found = list(record.environment.get("warnings") or [])
     if not record.environment.get("complete", True):
         found.append("The run was interrupted: what is missing was not measured.")
+    found += limited(record)
     if record.environment.get("dirty"):
         found.append("The code had uncommitted changes.")
     names: dict[str, list[str]] = {"drifting": [], "noisy": [], "restless": []}

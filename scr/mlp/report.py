@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness import plots
+from harness.measure import limited
 from harness.paths import write_atomic
 from harness.present import present
 from harness.record import Record
@@ -594,7 +595,7 @@ def precision(view: View) -> str:
 
 def doubts(view: View) -> str:
     """What makes the times doubtful, as a list below the machine; empty where nothing does."""
-    found = list(view.record.environment.get("warnings") or [])
+    found = [*(view.record.environment.get("warnings") or []), *limited(view.record)]
     timed = [cell for cell in view.record.cells if view.p50(cell)]
     noisy = sum((view.cv(cell) or 0) > NOISY_CV_PERCENT for cell in timed)
     drifting = sum(cell["state"] == "drifting" for cell in timed)

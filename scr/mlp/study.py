@@ -25,6 +25,7 @@ from harness.cli import Fault
 from harness.measure import Case, run_study
 from harness.present import present
 from harness.record import Record
+from harness.worker import RAMP_S
 from mlp import models, predictions, profiling
 from mlp.backends import FunctionBackend, Here, compiled, graphs_compiled, one_line, register, wait
 from mlp.merge import merge_linears
@@ -640,13 +641,16 @@ def run(settings: Settings, folder: Path) -> Record:
         EXPERIMENTS[number](state)
     cells = sum(len(case.candidates) for case in state.cases)
     left = settings.seconds - (time.perf_counter() - state.begin)
-    # A cell takes up to 1.9 budgets (all kinds and the warm-up); the report needs some 15 s after that.
-    budget = min(settings.budget, max(0.1, (left - 15) / cells / 1.9))
+    # A cell takes up to 1.9 budgets (all kinds and the warm-up) and wakes the machine in every round; the
+    # report needs some 15 s after that.
+    budget = min(settings.budget, max(0.1, ((left - 15) / cells - settings.rounds * RAMP_S) / 1.9))
     state.say(f"timing {cells} cells, at most {budget:.2f} s each")
     # A burst begins with a collection of garbage; over PyTorch's own objects each would take 0.2 s.
     gc.collect()
     gc.freeze()
-    record = run_study(state.cases, replace(settings, budget=budget), environment, make_worker=Here)
+    record = run_study(
+        state.cases, replace(settings, budget=budget), environment, make_worker=Here, begin=state.begin
+    )
     # Profiling came before: cold calls are in the cells, and rows that stayed on the device were not moved.
     record.rows = record.rows[~record.rows["kind"].isin(("cold", "transfer"))]
     record.environment |= {
