@@ -346,8 +346,8 @@ def test_a_limit_is_kept_within_a_round(share):
 
 @pytest.mark.parametrize("share", [0.65, 0.8])
 def test_all_cells_lose_the_same_share_of_their_rounds(share):
-    trio = [candidate(name, seconds=0.01) for name in "abc"]
-    record, _ = limited_run(share, *trio, batch_sizes=(1, 2, 16))  # the short rounds must not fill what is left
+    trio = [candidate(name, seconds=0.01) for name in "abc"]  # short rounds must not fill what is left
+    record, _ = limited_run(share, *trio, batch_sizes=(1, 2, 16))
     rounds = rounds_of(record)
     counts = {len(found) for found in rounds.values()}
     assert max(counts) - min(counts) <= 1 and LEAST_ROUNDS <= min(counts) and max(counts) < 10
