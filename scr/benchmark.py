@@ -153,6 +153,8 @@ def resolve(settings: Settings) -> Settings:
         raise Fault("batch sizes, trials, rounds and budget must be positive.")
     if min(settings.pause, settings.threads, settings.energy, settings.limit) < 0:
         raise Fault("pause, threads, energy and limit must not be negative.")
+    if settings.direct and not set(backends.DIRECT_RUNGS) & set(settings.backends):
+        raise Fault(f"--direct times {', '.join(backends.DIRECT_RUNGS)}; name one of them in --backends.")
     check_tag(settings.tag)
     if not settings.checkpoint.is_file():
         raise Fault(f"{shown(settings.checkpoint)} does not exist; `python scr/train_mnist.py` makes it.")

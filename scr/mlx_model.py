@@ -211,14 +211,10 @@ class FusedNetwork:
         """The launches for `batch` images, which may be a chunk of a forward of `whole` images."""
         x = kernels.ARGUMENT
         found = self.tunings.pick(self.level, whole or batch) if self.tunings else None
-        if self.level == "network":
+        if self.level == "network" and not self.spreads(batch, dtype):
             tiling = found[0] if found else None
-            call = kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target, tiling)
-            spread = self.target == "cuda" and (
-                batch <= kernels.SPREAD_BATCH or not kernels.fits(call, "cuda")
-            )
-            if not spread:
-                return [call]
+            return [kernels.network_call(x, batch, dtype, self.weights, SHAPE, self.target, tiling)]
+        if self.level == "network":
             arrivals = mx.zeros((8,), mx.uint32)
             mx.eval(arrivals)  # else every forward would launch a kernel that fills it
             cut = kernels.default_spread_tiling(batch, kernels.multiprocessors())
@@ -226,6 +222,17 @@ class FusedNetwork:
                 kernels.spread_call(x, batch, dtype, self.weights, SHAPE, arrivals, kernels.PREVIOUS, cut)
             ]
         return kernels.block_calls(x, batch, dtype, self.parts, SHAPE, self.target, found)
+
+    def head_inside(self, batch: int, dtype: mx.Dtype) -> bool:
+        """Whether level "block" computes the head in the last block's launch."""
+        return self.calls(batch, dtype)[-1].kernel.name == "block_head"
+
+    def spreads(self, batch: int, dtype: mx.Dtype) -> bool:
+        """Whether level "network" spreads images over the GPU: few, or on one with little shared memory."""
+        if self.target != "cuda" or batch <= kernels.SPREAD_BATCH:
+            return self.target == "cuda"
+        whole = kernels.network_call(kernels.ARGUMENT, batch, dtype, self.weights, SHAPE, "cuda")
+        return not kernels.fits(whole, "cuda")
 
 
 class DepthwiseMNIST(nn.Module):
@@ -260,6 +267,11 @@ class DepthwiseMNIST(nn.Module):
         x = self.stem(x)  # (N, 28, 28, 48)
         x = self.stages(x)  # (N, 7, 7, 192)
         return self.fc(mx.mean(x, axis=(1, 2)))
+
+    def head_inside(self, batch: int) -> bool:
+        """Whether `batch` images run in launches per block of which the last computes the head too."""
+        launches = self._launches
+        return launches is not None and self.level == "block" and launches.head_inside(batch, self.dtype)
 
     def stem(self, x: mx.array) -> mx.array:
         """3×3 convolution + BatchNorm + ReLU, (N, 28, 28, 1) -> (N, 28, 28, 48)."""

@@ -233,6 +233,7 @@ def test_all_means_all(checkpoint):
         ({"budget": 0.0}, "must be positive"),
         ({"pause": -1.0}, "must not be negative"),
         ({"energy": -1.0}, "must not be negative"),
+        ({"direct": True}, "--direct times mlx-folded, mlx-block, mlx-network; name one"),
         ({"limit": -1.0}, "must not be negative"),
         ({"tag": "../elsewhere"}, "names a folder"),
         ({"tag": "plots"}, "names a folder"),

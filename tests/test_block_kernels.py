@@ -334,6 +334,15 @@ def test_the_head_is_in_the_last_blocks_launch_where_its_groups_have_whole_image
         assert calls[-1].output_shapes == ((batch, SHAPE.classes),)
 
 
+def test_the_head_follows_the_last_block_also_where_it_is_one_of_two_alike():
+    a, b, c, d = SHAPE.blocks
+    shape = kernels.NetworkShape((a, b, c, d, d), SHAPE.classes)
+    parts = [mx.zeros((blocks.packed_size(sizes),)) for sizes in shape.blocks]
+    parts.append(mx.zeros(((d.outputs + 1) * shape.classes,)))
+    calls = kernels.block_calls(kernels.ARGUMENT, 64, mx.float32, parts, shape, "cuda")
+    assert [call.kernel.name for call in calls] == ["stem_block", "block", "block", "block", "block_head"]
+
+
 def test_scratch_with_the_head_holds_the_sums_of_its_tiles():
     shape = SHAPE.blocks[-1]
     apart = tilings.default_tiling(shape, 4096, "cuda")

@@ -167,11 +167,10 @@ def test_the_head_in_the_last_blocks_launch_saves_a_launch_and_its_input_twice()
 
 
 def test_a_cell_is_costed_as_what_it_launched():
-    cell = {"backend": "mlx-block-again", "launches_counted": 5}
+    cell = {"backend": "mlx-block-again", "head_inside": False}
     assert costs.rung_of(cell) == "mlx-block"
-    assert costs.rung_of(cell | {"launches_counted": 4}) == "mlx-block, head inside"
-    assert costs.rung_of({"backend": "mlx", "launches_counted": 4}) == "mlx"
-    assert costs.rung_of({"backend": "mlx-block"}) == "mlx-block"
+    assert costs.rung_of(cell | {"head_inside": True}) == "mlx-block, head inside"
+    assert costs.rung_of({"backend": "mlx"}) == "mlx"
 
 
 def test_the_launchers_own_price_counts():

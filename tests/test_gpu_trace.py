@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import re
 import shutil
 import struct
 import subprocess
@@ -28,12 +29,15 @@ class FakeCupti:
 
     def __init__(self, status=0):
         self.status, self.enabled, self.records, self.names = status, set(), [], []
+        self.lost, self.refused = 0, None  # records dropped, a kind that cannot be traced
 
     def cuptiActivityRegisterCallbacks(self, give, take):
         self.give, self.take = give, take
         return self.status
 
     def cuptiActivityEnable(self, kind):
+        if kind.value == self.refused:
+            return 7
         self.enabled.add(kind.value)
         return 0
 
@@ -58,6 +62,10 @@ class FakeCupti:
         self.left = [buffer.value + 112 * i for i in range(len(self.records))]
         self.records = []
         self.take(None, 0, buffer.value, size.value, len(content))
+        return 0
+
+    def cuptiActivityGetNumDroppedRecords(self, context, stream, lost):
+        lost._obj.value = self.lost
         return 0
 
     def cuptiActivityGetNextRecord(self, buffer, valid, place):
@@ -94,6 +102,39 @@ def test_work_that_fails_leaves_the_trace_off():
     with pytest.raises(ZeroDivisionError):
         trace.record(lambda: 1 / 0)
     assert not cupti.enabled
+
+
+def test_lost_records_are_no_shorter_time():
+    cupti = FakeCupti()
+    trace = Trace(cupti)
+    cupti.lost = 3
+    with pytest.raises(RuntimeError, match="the trace lost 3 records"):
+        trace.record(lambda: cupti.happens(KERNEL, 1, 2))
+    cupti.lost = 0
+    assert len(trace.record(lambda: cupti.happens(KERNEL, 1, 2))) == 1
+
+
+def test_a_kind_that_cannot_be_traced_leaves_the_others_off():
+    cupti = FakeCupti()
+    trace = Trace(cupti)
+    cupti.refused = MEMCPY
+    with pytest.raises(RuntimeError, match="cuptiActivityEnable gave status 7"):
+        trace.record(lambda: None)
+    assert not cupti.enabled
+
+
+def test_the_trace_of_a_process_is_opened_once(monkeypatch):
+    gpu_trace.open_trace.cache_clear()
+    monkeypatch.setattr(gpu_trace, "find_library", FakeCupti)
+    assert isinstance(gpu_trace.open_trace(), Trace) and gpu_trace.open_trace() is gpu_trace.open_trace()
+    for library, reason in (
+        (lambda: None, "CUPTI, which"),
+        (lambda: FakeCupti(35), "cannot be traced: .* 35"),
+    ):
+        gpu_trace.open_trace.cache_clear()
+        monkeypatch.setattr(gpu_trace, "find_library", library)
+        assert re.search(reason, gpu_trace.open_trace())
+    gpu_trace.open_trace.cache_clear()
 
 
 def test_a_refusal_names_the_call_and_the_status():

@@ -8,15 +8,10 @@ from harness.spin import ASLEEP_S, UP, Spin
 class Machine:
     """A clock, and a device whose forwards take `seconds`, with jitter, and whose sleepers wake late."""
 
-    def __init__(self, seconds, wake=40e-6, jitter=0.01, call=3e-6, busy_call=False):
+    def __init__(self, seconds, wake=40e-6, jitter=0.01, call=3e-6, issue=0.0):
         self.now = self.ran = 0.0
-        self.seconds, self.wake, self.jitter, self.call, self.busy_call = (
-            seconds,
-            wake,
-            jitter,
-            call,
-            busy_call,
-        )
+        self.seconds, self.wake, self.jitter = seconds, wake, jitter
+        self.call, self.issue = call, issue  # what the wait itself runs for, and what comes before it
         self.random = random.Random(1)
         self.slept = []
         self.spin = Spin(self.clock, lambda: self.ran)
@@ -30,6 +25,8 @@ class Machine:
     def forward(self):
         """One forward, waited for; returns its seconds."""
         started = self.now
+        self.now += self.issue
+        self.ran += self.issue
         done = started + self.seconds * (1 + self.jitter * self.random.random())
 
         def finish():
@@ -65,10 +62,29 @@ def test_follows_a_device_that_becomes_slower_and_faster():
 
 
 def test_a_wait_that_is_long_but_not_asleep_does_not_raise_the_guess():
-    machine = Machine(2e-3, busy_call=True)  # the call itself runs for 20 µs: freeing memory, say
+    machine = Machine(2e-3, call=4 * ASLEEP_S)  # the call itself runs long: it frees memory, say
+    for _ in range(600):
+        machine.forward()
+    assert machine.spin.seconds < 2e-3 * 1.03
+
+
+def test_a_device_quicker_than_issuing_leaves_a_guess_that_can_recover():
+    machine = Machine(20e-6, issue=70e-6)
+    for _ in range(100):
+        machine.forward()
+    assert 0 <= machine.spin.seconds <= 70e-6 and not any(machine.slept[3:])
+    machine.seconds = 200e-6
     for _ in range(300):
         machine.forward()
-    assert machine.spin.seconds < 2e-3 * 1.03 and 20e-6 > ASLEEP_S
+    assert 0.95 * 200e-6 < machine.spin.seconds < 1.05 * 200e-6
+
+
+def test_a_thread_clock_that_stands_still_does_not_let_the_guess_run_away():
+    machine = Machine(100e-6)
+    machine.spin.running = lambda: 0.0
+    for _ in range(300):
+        machine.forward()
+    assert machine.spin.seconds < 3 * 100e-6
 
 
 def test_the_first_forwards_do_not_count():

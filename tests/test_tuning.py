@@ -144,3 +144,26 @@ def test_candidates_fit_and_start_with_the_default(target, batch):
         assert found[0] == tilings.default_tiling(shape, batch, target)
         assert len(found) == len(set(found)) > 5
         assert not any(t.misfit(shape, tilings.vector_width(target)) for t in found)
+
+
+def test_without_a_trace_the_wall_clock_decides(monkeypatch):
+    monkeypatch.setattr(tuning.gpu_trace, "open_trace", lambda: "the GPU cannot be traced")
+    assert tuning._clock("cuda") is tuning._burst and tuning._clock("host") is tuning._burst
+
+
+def test_a_traced_burst_counts_the_gpus_time_alone(monkeypatch):
+    class Trace(tuning.gpu_trace.Trace):
+        """A GPU that is busy for 3 ns in every call."""
+
+        def __init__(self):
+            pass
+
+        def record(self, work):
+            before = len(calls)
+            work()
+            return [tuning.gpu_trace.Activity(10 * n, 10 * n + 3, "k") for n in range(len(calls) - before)]
+
+    calls = []
+    monkeypatch.setattr(tuning.gpu_trace, "open_trace", Trace)
+    assert tuning._clock("cuda")(lambda: calls.append(1)) == pytest.approx(3e-6)
+    assert len(calls) == tuning.TRACED + 1

@@ -527,8 +527,11 @@ class MlxNetwork(MlxBackend):
         super().__init__(make, dtype, compiled, custom, target, awake)
 
     def facts(self) -> dict[str, Any]:
-        """As any MLX backend's, and which tilings it runs with."""
-        return super().facts() | ({"tiles": self.tiles} if self.tiles else {})
+        """As any MLX backend's; which tilings it runs with; whether block 3's launch computes the head."""
+        facts = super().facts() | ({"tiles": self.tiles} if self.tiles else {})
+        if self.model.level == "block" and self.x is not None:
+            facts["head_inside"] = self.model.head_inside(len(self.x))
+        return facts
 
 
 class MetalDefaults:

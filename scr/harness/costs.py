@@ -248,10 +248,9 @@ def _relu(n: int) -> Launch:
 
 
 def rung_of(cell: dict[str, Any]) -> str:
-    """The rung that a cell ran: its backend, for `mlx-block` by the launches that were counted."""
+    """The rung that a cell ran: its backend, and for `mlx-block` whether the head is in the last launch."""
     rung = cell["backend"].removesuffix("-again")
-    inside = f"{rung}, head inside"
-    return inside if inside in RUNGS and cell.get("launches_counted") == len(launches(inside)) else rung
+    return f"{rung}, head inside" if cell.get("head_inside") else rung
 
 
 def _block_launches(stem_apart: bool, head_inside: bool) -> list[Launch]:

@@ -8,6 +8,7 @@ Formats: NVIDIA's cupti_activity.h; the fields read here have kept their places 
 """
 
 import ctypes
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,18 @@ def find_library() -> ctypes.CDLL | None:
     return None
 
 
+@functools.cache
+def open_trace() -> "Trace | str":
+    """The one trace of this process; where there is none, the reason."""
+    library = find_library()
+    if library is None:
+        return "CUPTI, which keeps the GPU's trace, is not installed"
+    try:
+        return Trace(library)
+    except (RuntimeError, AttributeError) as error:
+        return f"the GPU cannot be traced: {error}"
+
+
 class Trace:
     """CUPTI's activity trace in this process, off except in `record`; one per process, as CUPTI asks.
 
@@ -58,6 +71,7 @@ class Trace:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.cupti = library
         self.found: list[Activity] = []
+        self.dropped = 0  # records that CUPTI had no room for
         self.buffers: dict[int, ctypes.Array] = {}  # by address, while CUPTI holds them
         # The library keeps these pointers: they must live as long as it does.
         self.callbacks = _Requested(self._give), _Completed(self._take)
@@ -65,15 +79,19 @@ class Trace:
 
     def record(self, work: Callable[[], object]) -> list[Activity]:
         """What the GPU did in `work`, which must wait for it, in the order of the beginnings."""
-        self.found = []
-        for kind in (KERNEL, MEMCPY, MEMSET):
-            self._call("cuptiActivityEnable", ctypes.c_uint32(kind))
+        self.found, self.dropped = [], 0
+        enabled = []
         try:
-            work()
-        finally:
-            self._call("cuptiActivityFlushAll", ctypes.c_uint32(FORCED))
             for kind in (KERNEL, MEMCPY, MEMSET):
+                self._call("cuptiActivityEnable", ctypes.c_uint32(kind))
+                enabled.append(kind)
+            work()
+            self._call("cuptiActivityFlushAll", ctypes.c_uint32(FORCED))
+        finally:
+            for kind in enabled:
                 self._call("cuptiActivityDisable", ctypes.c_uint32(kind))
+        if self.dropped:
+            raise RuntimeError(f"the trace lost {self.dropped} records")
         return sorted(self.found, key=lambda activity: activity.start)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -90,6 +108,11 @@ class Trace:
 
     def _take(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
         """CUPTI gives the memory back, with records in it."""
+        lost = ctypes.c_size_t()
+        self.cupti.cuptiActivityGetNumDroppedRecords(
+            ctypes.c_void_p(context), ctypes.c_uint32(stream), ctypes.byref(lost)
+        )
+        self.dropped += lost.value
         self.found += list(self._records(buffer, valid))
         self.buffers.pop(buffer, None)
 

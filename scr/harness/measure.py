@@ -662,6 +662,7 @@ class Study:
             )
         except (Fault, WorkerError, WorkerCrash) as error:
             cell.traced, left_out["device"] = False, str(error)
+            cell.rows = [row for row in cell.rows if row["kind"] != "device"]
             if isinstance(error, WorkerCrash):
                 self.lose(cell.candidate.worker, str(error))
             return

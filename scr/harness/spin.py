@@ -11,7 +11,8 @@ from collections.abc import Callable
 ASLEEP_S = 5e-6  # a wait in which the thread did not run for longer than this was asleep
 UNCOUNTED = 2  # first forwards, which compile and allocate
 FIRST_STEP = 0.25  # of the first forward that counts, by which the guess is first moved
-LAST_STEP = 0.002  # of the guess; it comes down by this for each forward that was ready
+LAST_STEP = 0.002  # of a forward; the guess comes down by this for each that was ready
+MOST = 2.0  # times the shortest forward: where the thread's clock is of no use, the guess must not run away
 UP = 9  # last steps up for each that was not: in balance one forward in ten still sleeps
 
 
@@ -32,6 +33,7 @@ class Spin:
         self.seconds = 0.0  # the guess
         self.step = 0.0
         self.seen = 0
+        self.shortest = float("inf")  # forward so far, in seconds
 
     def wait(self, started: float, finish: Callable[[], None]) -> None:
         """Return when `finish` does, which waits for the forward that began at `started` by the clock."""
@@ -43,19 +45,21 @@ class Spin:
         ran, after = self.running() - ran, clock()
         self.learn(after - started, (after - before) - ran > ASLEEP_S)
 
-    def learn(self, seconds: float, slept: bool) -> None:
-        """Adapt the guess to a forward that took `seconds`, and to whether its wait was asleep."""
+    def learn(self, took: float, slept: bool) -> None:
+        """Adapt the guess to a forward that took so many seconds, and to whether its wait was asleep."""
         self.seen += 1
         if self.seen <= UNCOUNTED:
             return
         if self.seen == UNCOUNTED + 1:
-            self.seconds, self.step = 0.5 * seconds, FIRST_STEP * seconds
+            self.seconds, self.step = 0.5 * took, FIRST_STEP * took
             return
-        least = LAST_STEP * self.seconds
+        self.shortest = min(self.shortest, took)
+        least = LAST_STEP * took
         if not slept:
-            self.seconds -= max(self.step, least)
+            self.seconds = max(0.0, self.seconds - max(self.step, least))
         elif self.step > least:
             self.seconds += self.step
             self.step /= 2
         else:
             self.seconds += UP * least
+        self.seconds = min(self.seconds, MOST * self.shortest)

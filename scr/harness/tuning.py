@@ -147,7 +147,7 @@ def _search(
     done = {step.key: step for step in results.steps}
     slots: list[int | None] = list(range(len(mlx_model.SHAPE.blocks))) if model.level == "block" else [None]
     for batch in batches:
-        if target == "cuda" and model.level == "network" and batch <= kernels.SPREAD_BATCH:
+        if model.level == "network" and launches.spreads(batch, model.dtype):
             continue  # runs network_spread.metal, which has no candidates
         x = mx.array(np.resize(images, (batch, *images.shape[1:]))).astype(model.dtype)
         with mx.stream(mx.cpu):  # where no setting makes float32 products less exact
@@ -176,8 +176,8 @@ def _candidates(step: Step, target: str) -> list[AnyTiling]:
     shapes = mlx_model.SHAPE.blocks
     if step.block is None:
         return [*tilings.network_candidates(shapes, step.batch, target)]
-    shape = shapes[step.block]
-    return [*tilings.block_candidates(shape, step.batch, target, last=shape is shapes[-1])]
+    last = step.block == len(shapes) - 1
+    return [*tilings.block_candidates(shapes[step.block], step.batch, target, last)]
 
 
 def _search_one(
@@ -265,13 +265,12 @@ def _result(run: Callable[[], mx.array]) -> np.ndarray | None:
 
 def _clock(target: str) -> Burst:
     """How to time a forward on `target`."""
-    library = gpu_trace.find_library() if target == "cuda" else None
-    if library is None:
+    trace = gpu_trace.open_trace() if target == "cuda" else None
+    if not isinstance(trace, gpu_trace.Trace):
         return _burst
-    trace = gpu_trace.Trace(library)
 
     def traced(run: Callable[[], mx.array]) -> float:
-        """Milliseconds in which the GPU was busy, per call."""
+        """Milliseconds in which the GPU was busy, per call; gaps between launches are not in it."""
         run()
         return gpu_trace.busy_ms(trace.record(lambda: [run() for _ in range(TRACED)])) / TRACED
 

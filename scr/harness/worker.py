@@ -29,7 +29,7 @@ import numpy as np
 
 from harness.cli import Fault
 from harness.energy import Counter, idle_watts, joules_per_call, open_counter
-from harness.gpu_trace import Trace, busy_ms, find_library
+from harness.gpu_trace import Trace, busy_ms, open_trace
 
 Clock = Callable[[], float]
 
@@ -199,7 +199,6 @@ class Session:
         self.peak_mb = 0.0
         self.counter: Counter | None = None
         self.idle_watts = 0.0
-        self.gpu_trace: Trace | None = None
 
     def import_module(self, module: str) -> float:
         """Import the framework; returns the seconds it took. Raises Fault when it is not installed."""
@@ -286,14 +285,9 @@ class Session:
 
         Also the kernels of the last one. Raises Fault where the GPU cannot be traced.
         """
-        if self.gpu_trace is None:
-            library = find_library()
-            if library is None:
-                raise Fault("CUPTI, which keeps the GPU's trace, is not installed")
-            try:
-                self.gpu_trace = Trace(library)
-            except (RuntimeError, AttributeError) as error:
-                raise Fault(f"the GPU cannot be traced: {_one_line(error)}") from error
+        trace = open_trace()
+        if not isinstance(trace, Trace):
+            raise Fault(trace)
         backend = self.backends[key]
         backend.prepare(self.batches[batch])
 
@@ -305,7 +299,7 @@ class Session:
         trials, kernels = [], 0
         for _ in range(count):
             start = self.clock() - origin
-            activities = self.gpu_trace.record(forward)
+            activities = trace.record(forward)
             kernels = sum(activity.name is not None for activity in activities)
             trials.append((start, busy_ms(activities)))
         return {"trials": trials, "kernels": kernels}

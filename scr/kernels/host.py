@@ -147,7 +147,11 @@ def cache_folder() -> Path:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except OSError:  # a folder of this user's own, the same for every process
+        folder = Path(tempfile.gettempdir()) / f"kernels-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            return folder
         return Path(tempfile.mkdtemp(prefix="kernels-"))
 
 

@@ -163,7 +163,7 @@ def _most_shared_bytes() -> int:
     """What a group may have on the first CUDA device: 64 KB on Turing, 99 to 227 KB on later ones."""
     try:
         return nvrtc.attribute(nvrtc.SHARED_BYTES)
-    except OSError:  # no driver: the call is only looked at
+    except (OSError, RuntimeError):  # no driver or no device: the call is only looked at
         return MOST_SHARED_BYTES
 
 
@@ -177,7 +177,7 @@ def gpu_kernel(call: Call, target: str) -> Callable[..., list[mx.array]]:
 def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int) -> Callable[..., list[mx.array]]:
     """Build the kernel object. The name carries a hash of the text, since MLX keeps names only.
 
-    Where CUDA_COMPILER is "mlx", or NVRTC is not found, MLX compiles CUDA's texts.
+    Where the variable CUDA_COMPILER is "mlx", or NVRTC is not found, MLX compiles CUDA's texts.
     """
     header, body = source(kernel, target, dynamic_bytes > 0)
     if target == "cuda" and nvrtc.available() and os.environ.get("CUDA_COMPILER") != "mlx":

@@ -104,9 +104,10 @@ def block_calls(
     last = shape.blocks[-1]
     for number, sizes in enumerate(shape.blocks):
         source = x if number == 0 else Output(number - 1)
+        at_end = number == len(shape.blocks) - 1
         tiling = tilings[number] if tilings else None
-        tiling = tiling or default_tiling(sizes, batch, target, last=sizes is last)
-        if tiling.head and sizes is last:
+        tiling = tiling or default_tiling(sizes, batch, target, last=at_end)
+        if tiling.head and at_end:
             both = mx.concatenate(list(parts[-2:]))
             mx.eval(both)  # once: a plan would join them in every run
             return [*calls, block_head_call(source, batch, dtype, both, sizes, shape.classes, tiling, target)]

@@ -30,6 +30,7 @@ from kernels import host
 if TYPE_CHECKING:
     from kernels.launcher import Kernel, Template
 
+SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 HEADER = "cuda_fp16.h"  # a folder that has it has what the texts include
 INCLUDES = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
 TYPES = {
@@ -42,13 +43,20 @@ TYPES = {
 # Of CUdevice_attribute:
 REGISTERS, MULTIPROCESSORS, COMPUTE_MAJOR, COMPUTE_MINOR, SHARED_BYTES = 12, 16, 75, 76, 97
 REGISTERS_AT_ONCE = 256  # are given to a warp
+WARPS_AT_ONCE = 4  # of a group: one on each of a multiprocessor's four parts, which have the registers
+MOST_THREADS = 1024  # of a group
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """NVRTC, where MLX's CUDA build has loaded it, where Python packages brought it, or the system's."""
+    """NVRTC: the one that MLX's CUDA build has loaded, else of Python packages, else the system's."""
     packaged = [path for folder in _packages() for path in sorted(folder.glob("lib/libnvrtc.so.*"))]
-    for name in ("libnvrtc.so.13", "libnvrtc.so.12", *packaged, "libnvrtc.so"):
+    for loaded in SONAMES:
+        try:
+            return ctypes.CDLL(loaded, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except (OSError, AttributeError):  # not loaded, or a system without that mode
+            continue
+    for name in (*packaged, *SONAMES, "libnvrtc.so"):
         try:
             if isinstance(name, Path):  # it looks for its other half on the system's paths only
                 for other in name.parent.glob("libnvrtc-builtins.so.*"):
@@ -150,7 +158,7 @@ class CudaKernel:
         """The name of the function for one set of constants, and its cubin."""
         text = translation_unit(self.kernel, self.source, template, types, self.shaped, ranks)
         arch, threads = architecture(), prod(threadgroup)
-        key = f"{arch} {version()} {threads}\n{text}"
+        key = f"{arch} {version()} {include_folder()} {threads} {self.dynamic_bytes}\n{text}"
         name = f"{self.kernel.name}_{hashlib.sha256(key.encode()).hexdigest()[:20]}"
         path = host.cache_folder() / f"{name}.cubin"
         if not path.exists():
@@ -204,21 +212,29 @@ def version() -> str:
 
 
 def compile_to_fit(text: str, arch: str, threads: int, limit: int) -> bytes:
-    """`text`, of one kernel, as a cubin for `arch` whose `threads` need at most `limit` registers."""
+    """`text`, of one kernel, as a cubin for `arch` whose `threads` need at most `limit` registers.
+
+    Raises RuntimeError where they cannot.
+    """
     cubin, registers = compile_text(text, arch)
-    if registers_of(threads, registers) > limit:
-        text = text.replace(FUNCTION, f"{FUNCTION} __launch_bounds__({threads})")
-        cubin, _ = compile_text(text, arch)
+    if registers is None or registers_of(threads, registers) > limit:
+        bound = min(MOST_THREADS, -(-threads // (32 * WARPS_AT_ONCE)) * 32 * WARPS_AT_ONCE)
+        cubin, registers = compile_text(
+            text.replace(FUNCTION, f"{FUNCTION} __launch_bounds__({bound})"), arch
+        )
+        if threads > MOST_THREADS or (registers and registers_of(threads, registers) > limit):
+            raise RuntimeError(f"{threads} threads of this kernel need more registers than {arch} has")
     return cubin
 
 
 def registers_of(threads: int, registers: int) -> int:
-    """What a group of `threads` takes: whole warps, REGISTERS_AT_ONCE for each at a time."""
-    return -(-threads // 32) * -(-32 * registers // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+    """What a group of `threads` takes: registers by REGISTERS_AT_ONCE, warps by WARPS_AT_ONCE."""
+    warps = -(-threads // (32 * WARPS_AT_ONCE)) * WARPS_AT_ONCE
+    return warps * -(-32 * registers // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
 
 
-def compile_text(text: str, arch: str) -> tuple[bytes, int]:
-    """`text`, of one kernel, as a cubin for `arch`, and the registers of a thread.
+def compile_text(text: str, arch: str) -> tuple[bytes, int | None]:
+    """`text`, of one kernel, as a cubin for `arch`, and the registers of a thread, if NVRTC tells.
 
     Raises RuntimeError with the first error.
     """
@@ -236,7 +252,8 @@ def compile_text(text: str, arch: str) -> tuple[bytes, int]:
         _nvrtc("nvrtcGetCUBINSize", program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         _nvrtc("nvrtcGetCUBIN", program, cubin)
-        return cubin.raw, int(present(re.search(r"Used (\d+) registers", log(program)))[1])
+        used = re.search(r"Used (\d+) registers", log(program))
+        return cubin.raw, int(used[1]) if used else None
     finally:
         _nvrtc("nvrtcDestroyProgram", ctypes.byref(program))
 

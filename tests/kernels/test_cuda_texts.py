@@ -97,14 +97,15 @@ def test_default_launches_compile_and_fit_on_every_architecture(cache, compiled,
         assert nvrtc.registers_of(threads, registers) <= REGISTERS, parameters(text)
 
 
-def test_every_case_compiles(cache, compiled):
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_every_case_compiles(cache, compiled, arch):
     with cuda_device(zeros):
         for case in CASES:
             if "cuda" in case.targets:
                 mx.eval(case.call("cuda"))
     units = list(dict.fromkeys(compiled))
     with ThreadPoolExecutor() as pool:
-        cubins = list(pool.map(lambda unit: ORIGINAL(unit[0], "sm_90", unit[2], REGISTERS), units))
+        cubins = list(pool.map(lambda unit: ORIGINAL(unit[0], arch, unit[2], REGISTERS), units))
     assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
 
 
@@ -141,8 +142,19 @@ def test_a_kernel_that_needs_too_many_registers_is_compiled_to_fit(monkeypatch):
 
 
 def test_registers_are_given_to_whole_warps_by_the_256():
-    assert nvrtc.registers_of(32, 8) == 256 and nvrtc.registers_of(33, 8) == 512
+    assert nvrtc.registers_of(32, 8) == nvrtc.registers_of(128, 8) == 4 * 256
+    assert nvrtc.registers_of(129, 8) == 8 * 256
     assert nvrtc.registers_of(384, 155) == 12 * 32 * 160  # of an H200's 65,536
+    # 11 warps: one of the four parts has three, whose registers are then a quarter's share and more
+    assert nvrtc.registers_of(352, 169) > REGISTERS >= nvrtc.registers_of(352, 168)
+
+
+def test_a_kernel_that_cannot_fit_is_refused(monkeypatch):
+    with pytest.raises(RuntimeError, match="2048 threads of this kernel need more registers than sm_90 has"):
+        nvrtc.compile_to_fit(GREEDY, "sm_90", 2048, REGISTERS)
+    monkeypatch.setattr(nvrtc, "compile_text", lambda text, arch: (text, None))
+    text = nvrtc.compile_to_fit(GREEDY, "sm_90", 352, REGISTERS)
+    assert "__launch_bounds__(384)" in text, "where NVRTC does not tell, the compiler is told"
 
 
 def test_an_error_names_the_line():
