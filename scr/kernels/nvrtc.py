@@ -77,6 +77,12 @@ def include_folder() -> Path | None:
     return None
 
 
+@functools.cache
+def headers() -> str:
+    """What stands for the version of CUDA's headers: a digest of one."""
+    return hashlib.sha256((present(include_folder()) / HEADER).read_bytes()).hexdigest()[:16]
+
+
 def available() -> bool:
     """Whether texts can be compiled here."""
     return library() is not None and include_folder() is not None
@@ -158,7 +164,7 @@ class CudaKernel:
         """The name of the function for one set of constants, and its cubin."""
         text = translation_unit(self.kernel, self.source, template, types, self.shaped, ranks)
         arch, threads = architecture(), prod(threadgroup)
-        key = f"{arch} {version()} {include_folder()} {threads} {self.dynamic_bytes}\n{text}"
+        key = f"{arch} {version()} {headers()} {threads} {self.dynamic_bytes}\n{text}"
         name = f"{self.kernel.name}_{hashlib.sha256(key.encode()).hexdigest()[:20]}"
         path = host.cache_folder() / f"{name}.cubin"
         if not path.exists():
