@@ -2,17 +2,17 @@
 
 Times are the GPU's own, so that they hold for any framework, launch by launch or from a captured graph, and
 hold neither Python nor the gaps in which the GPU waits to be told. CUPTI comes with PyTorch and with CUDA's
-toolkit; nothing is installed for it. A process that has traced launches more slowly from then on: trace last.
+toolkit; nothing is installed for it. A process that has traced may launch more slowly afterwards: trace last.
 
 Formats: NVIDIA's cupti_activity.h; the fields read here have kept their places since CUDA 9.
 """
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+from harness import nvidia
 
 KERNEL, MEMCPY, MEMSET = 10, 1, 2  # CUpti_ActivityKind; 10 is CONCURRENT_KERNEL, which does not serialise
 FORCED = 1  # CUPTI_ACTIVITY_FLAG_FLUSH_FORCED
@@ -39,10 +39,7 @@ class Activity:
 
 def find_library() -> ctypes.CDLL | None:
     """CUPTI as installed with NVIDIA's Python packages or with the system; None where there is none."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/lib/libcupti.so.*"))]
-    for name in (*found, "libcupti.so.13", "libcupti.so.12", "libcupti.so"):
+    for name in (*map(str, nvidia.libraries("libcupti")), "libcupti.so.13", "libcupti.so.12", "libcupti.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:

@@ -640,7 +640,7 @@ class Study:
     def trace_all(self) -> None:
         """Trace forwards of every cell that is to be traced.
 
-        After everything else: a process that has traced launches more slowly from then on. A cell that cannot
+        After everything else: a process that has traced may launch more slowly from then on. A cell that cannot
         be traced keeps what was timed.
         """
         rounds, cells = self.trace_rounds(), self.traced()

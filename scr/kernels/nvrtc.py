@@ -13,7 +13,6 @@ with the toolkit. Where either is missing, MLX compiles (launcher.py).
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import re
 import tempfile
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from harness import nvidia
 from harness.present import present
 from kernels import host
 
@@ -50,13 +50,12 @@ MOST_THREADS = 1024  # of a group
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """NVRTC: the one that MLX's CUDA build has loaded, else of Python packages, else the system's."""
-    packaged = [path for folder in _packages() for path in sorted(folder.glob("lib/libnvrtc.so.*"))]
     for loaded in SONAMES:
         try:
             return ctypes.CDLL(loaded, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except (OSError, AttributeError):  # not loaded, or a system without that mode
             continue
-    for name in (*packaged, *SONAMES, "libnvrtc.so"):
+    for name in (*nvidia.libraries("libnvrtc"), *SONAMES, "libnvrtc.so"):
         try:
             if isinstance(name, Path):  # it looks for its other half on the system's paths only
                 for other in name.parent.glob("libnvrtc-builtins.so.*"):
@@ -71,7 +70,7 @@ def library() -> ctypes.CDLL | None:
 def include_folder() -> Path | None:
     """The folder with CUDA's headers, or None."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    for home in (*_packages(), *homes, Path("/usr/local/cuda")):
+    for home in (*nvidia.packages(), *homes, Path("/usr/local/cuda")):
         if (home / "include" / HEADER).is_file():
             return home / "include"
     return None
@@ -86,13 +85,6 @@ def headers() -> str:
 def available() -> bool:
     """Whether texts can be compiled here."""
     return library() is not None and include_folder() is not None
-
-
-def _packages() -> list[Path]:
-    """The folders of NVIDIA's Python packages."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    return [path for root in roots for path in sorted(Path(root).iterdir()) if path.is_dir()]
 
 
 @functools.cache
