@@ -640,8 +640,8 @@ class Study:
     def trace_all(self) -> None:
         """Trace forwards of every cell that is to be traced.
 
-        After everything else: a process that has traced may launch more slowly from then on. A cell that cannot
-        be traced keeps what was timed.
+        After everything else: a process that has traced may launch more slowly from then on. A cell that
+        cannot be traced keeps what was timed.
         """
         rounds, cells = self.trace_rounds(), self.traced()
         bar = progress("trace", rounds * len(cells))
