@@ -58,7 +58,7 @@ def test_a_job_launches_what_the_search_times(target, batch, block, multiprocess
 
 
 def test_a_launch_is_compiled_once(multiprocessors, monkeypatch):
-    monkeypatch.setattr(ahead.nvrtc, "available", lambda: True)
+    monkeypatch.setattr(ahead.nvrtc, "chosen", lambda: True)
     candidates = tilings.network_candidates(BLOCKS, 128, "cuda")
     with ahead.Ahead("cuda") as compilers:
         assert len(compilers.jobs([*candidates, *candidates], None, "float32")) == len(candidates)
@@ -67,7 +67,7 @@ def test_a_launch_is_compiled_once(multiprocessors, monkeypatch):
 
 
 def test_nothing_is_compiled_ahead_where_mlx_keeps_nothing(multiprocessors, monkeypatch):
-    monkeypatch.setattr(ahead.nvrtc, "available", lambda: False)
+    monkeypatch.setattr(ahead.nvrtc, "chosen", lambda: False)
     with ahead.Ahead("cuda") as compilers:
         assert compilers.jobs(tilings.network_candidates(BLOCKS, 128, "cuda"), None, "float32") == []
 

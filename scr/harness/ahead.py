@@ -5,10 +5,10 @@
         for _ in tqdm(ahead.run(jobs), total=len(jobs)):
             pass
 
-A launch takes NVRTC or a C++ compiler about a second or more, on one core, and what is timed must have the
-machine to itself. So before any is timed, a process on each core compiles others of them, and leaves them
-where the process that times finds them: in the folder of kernels/host.py. Apple's compiler is quick, and MLX
-keeps nothing of it on disk: on Metal nothing is compiled ahead, nor on CUDA where MLX compiles (nvrtc.py).
+A launch takes NVRTC or a C++ compiler a tenth of a second to several, on one core, and what is timed must
+have the machine to itself. So before any is timed, a process on each core compiles others of them, and leaves
+them where the process that times finds them: in the folder of kernels/host.py. Apple's compiler is quick, and
+MLX keeps nothing on disk: on Metal nothing is compiled ahead, nor on CUDA where MLX compiles (nvrtc.py).
 """
 
 import sys
@@ -50,7 +50,7 @@ class Ahead:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        kept = target == "host" or (target == "cuda" and nvrtc.available())  # on disk
+        kept = target == "host" or (target == "cuda" and nvrtc.chosen())  # on disk
         self.most = min(MOST, machine.cores()) if kept else 0
         self.idle: list[Worker] = []
         self.threads = ThreadPoolExecutor(max(1, self.most))  # each waits for the answer of a process

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from harness import nvidia
 
 KERNEL, MEMCPY, MEMSET = 10, 1, 2  # CUpti_ActivityKind; 10 is CONCURRENT_KERNEL, which does not serialise
+KERNELS = (KERNEL, 3)  # what a kernel's record may say
 FORCED = 1  # CUPTI_ACTIVITY_FLAG_FLUSH_FORCED
-KINDS = {KERNEL, 3, MEMCPY, MEMSET}  # a kernel's record may say KERNEL (3) or CONCURRENT_KERNEL
 START, END, NAME = 16, 24, 104  # offsets in bytes in a record; the name is a kernel's
 BUFFER_BYTES = 1 << 20
 
@@ -119,9 +119,9 @@ class Trace:
         while following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(place)) == 0:
             address = place.value or 0
             kind = ctypes.c_uint32.from_address(address).value
-            if kind in KINDS:
+            if kind in (*KERNELS, MEMCPY, MEMSET):
                 start, end = (ctypes.c_uint64.from_address(address + at).value for at in (START, END))
-                name = ctypes.c_char_p.from_address(address + NAME).value if kind in (KERNEL, 3) else None
+                name = ctypes.c_char_p.from_address(address + NAME).value if kind in KERNELS else None
                 yield Activity(start, end, name.decode(errors="replace") if name else None)
 
 

@@ -6,13 +6,12 @@ behind a prelude. `launch` runs one kernel, `chain` several that feed each other
 
     target   compiler                                      a threadgroup is
     metal    Apple's, through mx.fast.metal_kernel         a threadgroup
-    cuda     NVRTC, see nvrtc.py, or mx.fast.cuda_kernel   a block
+    cuda     NVRTC, by mx.fast.cuda_kernel or nvrtc.py     a block
     host     the system's C++ compiler, see host.py        one thread running plain loops
 """
 
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,12 +174,9 @@ def gpu_kernel(call: Call, target: str) -> Callable[..., list[mx.array]]:
 
 @functools.cache
 def _gpu_kernel(kernel: Kernel, target: str, dynamic_bytes: int) -> Callable[..., list[mx.array]]:
-    """Build the kernel object. The name carries a hash of the text, since MLX keeps names only.
-
-    Where the variable CUDA_COMPILER is "mlx", or NVRTC is not found, MLX compiles CUDA's texts.
-    """
+    """Build the kernel object. The name carries a hash of the text, since MLX keeps names only."""
     header, body = source(kernel, target, dynamic_bytes > 0)
-    if target == "cuda" and nvrtc.available() and os.environ.get("CUDA_COMPILER") != "mlx":
+    if target == "cuda" and nvrtc.chosen():
         return nvrtc.CudaKernel(kernel, (header, body), dynamic_bytes)
     name = f"{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:10]}"
     common: dict[str, Any] = {

@@ -7,7 +7,8 @@ once; where it needs too many registers it is compiled again with `__launch_boun
 through `mx.fast.precompiled_cuda_kernel`.
 
 NVRTC is a part of what MLX's CUDA build needs; the headers for halves come with CUDA's Python packages or
-with the toolkit. Where either is missing, MLX compiles (launcher.py).
+with the toolkit. No GPU has run what is compiled so: until one has, MLX compiles unless CUDA_COMPILER=nvrtc
+is in the environment.
 """
 
 import ctypes
@@ -85,6 +86,11 @@ def headers() -> str:
 def available() -> bool:
     """Whether texts can be compiled here."""
     return library() is not None and include_folder() is not None
+
+
+def chosen() -> bool:
+    """Whether this module compiles, and not MLX."""
+    return os.environ.get("CUDA_COMPILER") == "nvrtc" and available()
 
 
 @functools.cache

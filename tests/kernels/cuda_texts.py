@@ -1,5 +1,6 @@
 """A stand-in for an NVIDIA GPU: launches on the cuda target are compiled by NVRTC for real, and not run."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,9 @@ DEVICE = {nvrtc.REGISTERS: 65536, nvrtc.MULTIPROCESSORS: 132, nvrtc.SHARED_BYTES
 
 
 @contextmanager
-def cuda_device(run: Callable[..., Sequence[mx.array]], major: int = 9, minor: int = 0) -> Iterator[None]:
+def cuda_device(
+    run: Callable[..., Sequence[mx.array]], major: int = 9, minor: int = 0, compiler: str = "nvrtc"
+) -> Iterator[None]:
     """Inside the block each launch on the cuda target is handed to `run` as MLX would get it.
 
     `run` takes the arguments of mx.fast.precompiled_cuda_kernel and returns its outputs.
@@ -26,6 +29,7 @@ def cuda_device(run: Callable[..., Sequence[mx.array]], major: int = 9, minor: i
             mock.patch.object(mx.fast, "precompiled_cuda_kernel", run),
             mock.patch.object(nvrtc, "attribute", answers.__getitem__),
             mock.patch.object(mx.cuda, "is_available", lambda: True),
+            mock.patch.dict(os.environ, {"CUDA_COMPILER": compiler}),
         ):
             yield
     finally:
