@@ -35,6 +35,7 @@ from harness.measure import (
     run_study,
 )
 from harness.paths import CHECKPOINT, CONCLUSIONS, DATA, OUTPUT, shown
+from harness.precompile import precompile
 from harness.record import Record, save
 
 
@@ -93,6 +94,10 @@ class Settings(MeasureSettings):
         metadata={"help": "also time the layers by kind and the fused kernel's parts, at one batch size"},
     )
     tuned: bool = field(default=True, metadata={"help": "use what scr/tune.py found for this machine"})
+    precompile: bool = field(
+        default=False,
+        metadata={"help": "compile on all cores beforehand, so that first calls find kernels on disk"},
+    )
     checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
     data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
     tag: str | None = field(
@@ -169,6 +174,8 @@ def measure(settings: Settings) -> Record:
         environment = machine.describe(threads=settings.threads)
         probes = ceilings.probes(settings.backends, settings.device, settings.threads, settings.direct)
         found, source = cases(settings, weights)
+        if settings.precompile:
+            precompile(found, settings.threads)
         record = run_study(found, settings, environment | {"inputs": source}, probes, begin=begin)
     add_costs(record)
     return record

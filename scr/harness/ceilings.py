@@ -25,6 +25,7 @@ SAMPLES = 7
 WAKE_SECONDS = 0.1  # a GPU or a core that was idle is slow at first: one launch then costs twice as much
 CPU_SETS = tuple(2**n for n in range(15, 28, 2))  # 32 KB to 128 MB: from the first cache to memory
 GPU_SETS = tuple(2**n for n in range(16, 31, 2))  # 64 KB to 1 GB
+HICCUPS = "the shorter of two runs took longer each time"
 MATMUL_SECONDS = 0.15  # a matrix size is doubled until a product takes about this long
 
 
@@ -98,8 +99,10 @@ def _measure(operations: Operations) -> Iterator[dict[str, Any]]:
         run = operations.copies(nbytes)
         run(2)
         count = max(2, min(200, 2**28 // nbytes))
-        rates = [nbytes / 1e9 / max(_slope(run, count), 1e-9) for _ in range(SAMPLES)]
-        yield _entry("copy", label | {"bytes": nbytes}, "GB/s", rates)
+        slopes = [_slope(run, count) for _ in range(SAMPLES)]
+        rates = [nbytes / 1e9 / slope for slope in slopes if slope]  # 0: a hiccup in the shorter run
+        where = label | {"bytes": nbytes}
+        yield _entry("copy", where, "GB/s", rates) if rates else where | {"name": "copy", "reason": HICCUPS}
     for dtype in ("float32", "float16"):
         size, run = _product_size(operations, dtype)
         rates = [2e-9 * size**3 * 2 / _seconds(run, 2) for _ in range(SAMPLES)]

@@ -550,6 +550,9 @@ def cold_start(group: Group) -> str:
     if not rows:
         return ""
     text = markdown_table(rows)
+    if group.record.settings.get("precompile"):
+        known = "Kernels had been compiled before the run (`--precompile`): first calls found them on disk."
+        text = f"{known}\n\n{text}"
     workers = group.record.environment.get("workers") or {}
     peaks = [
         {"worker process": name, "import s": significant(facts.get("import_s"), 2)}
