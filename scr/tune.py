@@ -1,13 +1,12 @@
 """Search this machine for faster tilings of the block and network kernels; later runs use what it finds.
 
-    python scr/tune.py            # about 15 minutes on 2 CPU cores; Ctrl-C and run again to go on
+    python scr/tune.py            # 15 minutes on 2 CPU cores, 2 on an H200; Ctrl-C and run again to go on
     python scr/tune.py --quick    # batches 1 and 128 only
 
 The candidates for a tiling are compiled first, on all cores (16 at most), where that leaves something on
-disk: on the CPU, and on NVIDIA with CUDA_COMPILER=nvrtc. Each is checked against the reference before it is
-timed, and replaces the default only where the interval of its speedup says so. Prints one line per tiling
-searched, and where the result is stored: output/tuned/DEVICE.json. Tilings found with other kernel texts than
-today's are not used.
+disk: on the CPU, and on NVIDIA. Each is checked against the reference before it is timed, and replaces the
+default only where the interval of its speedup says so. Prints one line per tiling searched, and where the
+result is stored: output/tuned/DEVICE.json. Tilings found with other kernel texts than today's are not used.
 """
 
 from contextlib import closing

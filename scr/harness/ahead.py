@@ -8,7 +8,7 @@
 A launch takes NVRTC or a C++ compiler a tenth of a second to several, on one core, and what is timed must
 have the machine to itself. So before any is timed, a process on each core compiles others of them, and leaves
 them where the process that times finds them: in the folder of kernels/host.py. Apple's compiler is quick, and
-MLX keeps nothing on disk: on Metal nothing is compiled ahead, nor on CUDA where MLX compiles (nvrtc.py).
+MLX keeps nothing on disk: on Metal nothing is compiled ahead, nor on CUDA where nvrtc.py cannot compile.
 """
 
 import sys

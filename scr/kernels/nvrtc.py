@@ -7,8 +7,7 @@ once; where it needs too many registers it is compiled again with `__launch_boun
 through `mx.fast.precompiled_cuda_kernel`.
 
 NVRTC is a part of what MLX's CUDA build needs; the headers for halves come with CUDA's Python packages or
-with the toolkit. No GPU has run what is compiled so: until one has, MLX compiles unless CUDA_COMPILER=nvrtc
-is in the environment.
+with the toolkit. Where either is missing, or with CUDA_COMPILER=mlx in the environment, MLX compiles.
 """
 
 import ctypes
@@ -90,7 +89,7 @@ def available() -> bool:
 
 def chosen() -> bool:
     """Whether this module compiles, and not MLX."""
-    return os.environ.get("CUDA_COMPILER") == "nvrtc" and available()
+    return os.environ.get("CUDA_COMPILER") != "mlx" and available()
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Run the kernel cases on real hardware and report the largest error of each; or write the MSL texts.
 
     python tests/kernels/check.py --target metal       (make check-metal; send back what it prints)
-    python tests/kernels/check.py --target cuda        (make check-cuda; minutes: NVRTC compiles 60 kernels)
+    python tests/kernels/check.py --target cuda        (make check-cuda; minutes: it compiles 150 kernels)
     python tests/kernels/check.py --target host        (make check-host; a minute)
     python tests/kernels/check.py --write-msl output/msl      (make msl; any machine, seconds)
 

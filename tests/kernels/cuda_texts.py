@@ -16,7 +16,7 @@ DEVICE = {nvrtc.REGISTERS: 65536, nvrtc.MULTIPROCESSORS: 132, nvrtc.SHARED_BYTES
 
 @contextmanager
 def cuda_device(
-    run: Callable[..., Sequence[mx.array]], major: int = 9, minor: int = 0, compiler: str = "nvrtc"
+    run: Callable[..., Sequence[mx.array]], major: int = 9, minor: int = 0, compiler: str = ""
 ) -> Iterator[None]:
     """Inside the block each launch on the cuda target is handed to `run` as MLX would get it.
 

@@ -193,8 +193,8 @@ def test_a_cubin_is_compiled_once_and_found_on_disk(cache, monkeypatch):
     assert len(compilations) == 3 and len(set(names)) == 3, "another GPU needs another cubin"
 
 
-def test_mlx_compiles_where_nothing_else_is_asked_for():
-    with cuda_device(zeros, compiler=""), pytest.raises(RuntimeError, match="No CUDA back-end"):
+def test_mlx_compiles_where_it_is_asked_to():
+    with cuda_device(zeros, compiler="mlx"), pytest.raises(RuntimeError, match="No CUDA back-end"):
         kernels.square(mx.zeros((5,)), "cuda")
 
 
