@@ -8,12 +8,12 @@ know when: `Spin` learns how long a forward takes and spins about as long as nin
 import time
 from collections.abc import Callable
 
-ASLEEP_S = 5e-6  # a wait in which the thread did not run for longer than this was asleep
+ASLEEP_S = 10e-6  # a wait in which the thread did not run for longer than this was asleep
 UNCOUNTED = 2  # first forwards, which compile and allocate
 FIRST_STEP = 0.25  # of the first forward that counts, by which the guess is first moved
-LAST_STEP = 0.002  # of a forward; the guess comes down by this for each that was ready
-MOST = 2.0  # times the shortest forward: where the thread's clock is of no use, the guess must not run away
-UP = 9  # last steps up for each that was not: in balance one forward in ten still sleeps
+LAST_STEP = 0.004  # of a forward; the guess comes down by this for each that was ready
+MOST = 1.3  # times the shortest forward: where the thread's clock is of no use, the guess must not run away
+UP = 3  # last steps up for each that was not: in balance one forward in ten still sleeps
 
 
 class Spin:
