@@ -608,6 +608,105 @@ def test_a_crash_while_tracing_costs_no_time_that_was_measured(monkeypatch):
     assert record.environment["workers"]["one"]["reason"] == "died"
 
 
+class Faulty(LocalWorker):
+    """Like a process whose GPU context a fault has spoiled: from `faults`' trace on every one fails.
+
+    `faults`: for each process of the worker "one" in turn, the trace that meets a fault; `bad`: a backend
+    that meets one whenever it is traced.
+    """
+
+    faults = ()
+    bad = None
+    started = 0
+    closed = 0
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.traces, self.fault = 0, None
+        if name == "one":
+            self.fault = Faulty.faults[Faulty.started] if Faulty.started < len(Faulty.faults) else None
+            Faulty.started += 1
+
+    def ask(self, method, **arguments):
+        """As LocalWorker, but for traces."""
+        if method == "trace":
+            if Faulty.bad and Faulty.bad in arguments["key"]:
+                self.fault = self.traces
+            if self.fault is not None and self.traces >= self.fault:
+                raise WorkerError("RuntimeError: misaligned address")
+            self.traces += 1
+        return super().ask(method, **arguments)
+
+    def close(self):
+        Faulty.closed += 1
+
+
+def faulty(monkeypatch, faults=(), bad=None):
+    """A run of three traced backends whose worker fails while it traces, beside one in another worker."""
+    for name, value in {"faults": faults, "bad": bad, "started": 0, "closed": 0}.items():
+        monkeypatch.setattr(Faulty, name, value)
+    monkeypatch.setattr(worker_module, "open_trace", FakeTrace)
+    monkeypatch.setattr(worker_module, "Trace", FakeTrace)
+    gpus = [candidate(name, traced=True) for name in ("a", "b", "c")]
+    cases = case(*gpus, candidate("other", worker="two", traced=True))
+    return run_study([cases], SETTINGS, make_worker=Faulty, clock=CLOCK)
+
+
+PER_CELL = measure_module.TRACE_ROUNDS * measure_module.TRACED_FORWARDS
+
+
+def test_a_fault_while_tracing_costs_the_other_cells_of_its_worker_nothing(monkeypatch):
+    record = faulty(monkeypatch, faults=(8,))
+    device = record.rows[record.rows.kind == "device"]
+    assert (device.groupby(["backend", "batch_size"]).size() == PER_CELL).all()
+    assert len(device) == 8 * PER_CELL, "what was traced before the fault counts twice, or not at all"
+    assert Faulty.started == 2 and Faulty.closed == 4, "one new process, and every process is ended"
+    facts = record.environment["workers"]
+    assert (
+        facts["one"]["trace_failed"] == "RuntimeError: misaligned address" and facts["one"]["retraces"] == 1
+    )
+    assert "import_s" in facts["one"] and "trace_failed" not in facts["two"]
+    assert all("device" not in cell["left_out"] for cell in record.cells)
+    assert {cell["state"] for cell in record.cells} == {"steady"}
+
+
+def test_only_the_cell_that_cannot_be_traced_has_no_device_times(monkeypatch):
+    record = faulty(monkeypatch, bad="/b/")
+    reasons = {c["backend"]: c["left_out"].get("device") for c in record.cells}
+    assert reasons == {"a": None, "b": "RuntimeError: misaligned address", "c": None, "other": None}
+    device = record.rows[record.rows.kind == "device"]
+    assert set(device.backend) == {"a", "c", "other"} and len(device) == 6 * PER_CELL
+    assert all(("device_clock" in cell) == (cell["backend"] != "b") for cell in record.cells)
+
+
+def test_a_worker_that_always_faults_is_given_up(monkeypatch):
+    record = faulty(monkeypatch, faults=(3, 0, 0, 0, 0, 0, 0, 0, 0))
+    reasons = [c["left_out"]["device"] for c in record.cells if c["backend"] != "other"]
+    assert len(reasons) == 6 and all("misaligned address" in reason for reason in reasons)
+    assert sum(reason.startswith("tracing failed in 5 processes, first with") for reason in reasons) == 2
+    assert Faulty.started == 1 + measure_module.RETRACES
+    assert set(record.rows[record.rows.kind == "device"].backend) == {"other"}
+
+
+def test_a_wrong_result_while_tracing_is_no_device_time(monkeypatch):
+    monkeypatch.setattr(worker_module, "Trace", FakeTrace)
+    monkeypatch.setattr(worker_module, "open_trace", FakeTrace)
+    ask = LocalWorker.ask
+
+    def wrong(self, method, **arguments):
+        answer = ask(self, method, **arguments)
+        return (
+            answer | {"output": answer["output"] + 1}
+            if method == "trace" and answer["output"] is not None
+            else answer
+        )
+
+    monkeypatch.setattr(LocalWorker, "ask", wrong)
+    record = run(case(candidate("gpu", traced=True), batch_sizes=(1,)))
+    assert record.cells[0]["left_out"]["device"].startswith("wrong result while it was traced: ")
+    assert record.cells[0]["state"] == "steady" and not (record.rows.kind == "device").any()
+
+
 def test_an_interrupted_run_says_that_the_gpu_was_not_traced(monkeypatch):
     with pytest.raises(Interrupted) as stop:
         traced(monkeypatch, stop_after=60)

@@ -537,10 +537,37 @@ def test_ways_of_launching_are_compared_with_the_one_before():
     body = section(result, "How MLX launches and waits")
     line = next(line for line in body.splitlines() if line.startswith("| 128 | float32 | mlx-network"))
     assert re.search(r"1\.2\d \[[^]]+\] faster .* 1\.3\d \[[^]]+\] faster", line)
-    assert re.search(r"Shortest with either: .* at batch 1 \(`mlx-block` awake\)", body)
+    assert re.search(r"Shortest with either: .* at batch 1 \(`mlx-block` awake", body)
     assert "direct" not in section(result, "Other precisions") if "## Other precisions" in result else True
     assert "network, direct" not in section(result, "Other cases") if "## Other cases" in result else True
     assert "How MLX launches and waits" not in report_text(make_gpu_record(batch_sizes=(1,)))
+
+
+def test_what_waiting_awake_leaves_beyond_the_devices_time_is_shown():
+    record = with_direct()
+    block = (record.rows["backend"] == "mlx-block") & (record.rows["batch_size"] == 128)
+    block &= record.rows["case"].str.startswith("network") & (record.rows["dtype"] == "float32")
+    record.rows.loc[block & (record.rows["kind"] == "device"), "latency_ms"] = 0.04
+    awake = block & (record.rows["case"] == "network, direct, awake") & (record.rows["kind"] == "latency")
+    record.rows.loc[awake, "latency_ms"] = 0.1
+    usual = block & (record.rows["case"] == "network") & (record.rows["kind"] == "device")
+    record.rows = record.rows[~usual]  # MLX as it is could not be traced
+    body = section(report_text(record), "How MLX launches and waits")
+    line = next(line for line in body.splitlines() if line.startswith("| 128 | float32 | mlx-block"))
+    assert line.split("|")[4].strip() == "0.0400" and line.split("|")[-2].strip() == "0.0600"
+    assert "(`mlx-block` awake, 0.0600 ms beyond the device's)" in body
+
+
+def test_cells_that_could_not_be_traced_are_a_warning():
+    record = make_gpu_record(batch_sizes=(1,))
+    assert "could not be traced" not in report_text(record)
+    for cell in record.cells[:2]:
+        cell["left_out"] = {"device": "RuntimeError: misaligned address"}
+    names = " and ".join(f"`{cell['backend']}`" for cell in record.cells[:2])
+    assert (
+        f"2 cells of {names} could not be traced on the GPU and have no device time; the first: "
+        "RuntimeError: misaligned address." in section(report_text(record), "Warnings")
+    )
 
 
 def test_device_times_from_the_gpus_trace_are_said_to_be():

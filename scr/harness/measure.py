@@ -57,7 +57,11 @@ PER_ROUND = {"throughput": 1, "python": 5, "device": 1}
 IN_FLIGHT = 8
 TRACE_ROUNDS = 6  # in each of which every cell on an NVIDIA GPU is traced, in random order
 TRACED_FORWARDS = 3  # per cell and round
+RETRACES = 4  # processes in place of a worker whose tracing failed
+# Why a cell lacks a kind of trial, where nothing failed:
 NOT_YET_TRACED = "the run ended before the GPU was traced"
+NO_CLOCK = "this platform has no device clock"
+TOO_SLOW = "too slow for the budget"
 
 # Expected seconds beyond the forwards themselves.
 BURST_S = 0.04  # of a burst: the way there and back, the input, garbage, settling; until it is measured
@@ -192,14 +196,14 @@ def plan_cell(
         "python": forward if return_ms > 0.5 * median_ms else return_ms / 1e3,
         "device": 3 * IN_FLIGHT * forward,
     }
-    left_out = {} if has_device_clock else {"device": "this platform has no device clock"}
+    left_out = {} if has_device_clock else {"device": NO_CLOCK}
     for kind, most_per_round in PER_ROUND.items():
         if kind in left_out:
             continue
         cost = costs[kind]
         affordable = int(SHARES[kind] * budget / cost) if cost else settings.trials
         if affordable < min(LEAST_ROUNDS, most):
-            left_out[kind] = "too slow for the budget"
+            left_out[kind] = TOO_SLOW
             continue
         rounds_of[kind] = min(rounds, affordable)
         counts[kind] = max(1, min(most_per_round, affordable // rounds))
@@ -325,6 +329,9 @@ class Study:
         self.workers: dict[str, Any] = {}
         self.lost: dict[str, str] = {}  # worker -> why it cannot be asked any more
         self.worker_facts: dict[str, dict[str, Any]] = {}
+        self.replaced: dict[str, str] = {}  # worker -> why its tracing failed
+        self.tracers: dict[str, tuple[Any, set[str]]] = {}  # those in their place, and what they hold
+        self.retraces: dict[str, int] = {}  # how many there were
         self.references: dict[str, np.ndarray] = {}
         self.sent: set[tuple[str, str]] = set()  # (worker, batch) that the worker holds
         self.checks: list[dict[str, Any]] = []
@@ -640,37 +647,94 @@ class Study:
     def trace_all(self) -> None:
         """Trace forwards of every cell that is to be traced.
 
-        After everything else: a process that has traced may launch more slowly from then on. A cell that
-        cannot be traced keeps what was timed.
+        After everything else: a process that has traced may launch more slowly from then on. A fault of the
+        GPU there spoils all that its process does later: the cells of that worker are then traced anew, in
+        new processes. A cell that cannot be traced keeps what was timed.
         """
-        rounds, cells = self.trace_rounds(), self.traced()
-        bar = progress("trace", rounds * len(cells))
-        for number in range(rounds):
+        cells = self.traced()
+        self.trace_rounds_of(cells)
+        again = [cell for cell in cells if cell.candidate.worker in self.replaced]
+        for cell in again:
+            self.forget_trace(cell, NOT_YET_TRACED)
+            cell.traced = True
+        self.trace_rounds_of(again, last=True)
+
+    def trace_rounds_of(self, cells: list[Cell], last: bool = False) -> None:
+        """Trace cells in rounds; unless it is the last try, a failure ends it for all cells of its worker."""
+        bar = progress("trace", self.trace_rounds() * len(cells))
+        for number in range(self.trace_rounds()):
             self.random.shuffle(cells)
             for cell in cells:
-                if cell.traced:
-                    self.trace(cell, number)
+                if cell.traced and (last or cell.candidate.worker not in self.replaced):
+                    self.trace(cell, number, last)
                 bar.update()
         bar.close()
 
-    def trace(self, cell: Cell, number: int) -> None:
+    def trace(self, cell: Cell, number: int, last: bool) -> None:
         """Trace a few forwards of one cell."""
-        left_out = present(cell.plan).left_out
+        name = cell.candidate.worker
         try:
-            found = self.worker(cell.candidate).ask(
-                "trace", key=cell.key, batch=cell.batch_key, count=TRACED_FORWARDS, origin=self.origin
+            found = self.tracer(cell).ask(
+                "trace",
+                key=cell.key,
+                batch=cell.batch_key,
+                count=TRACED_FORWARDS,
+                origin=self.origin,
+                check=number == 0,
             )
-        except (Fault, WorkerError, WorkerCrash) as error:
-            cell.traced, left_out["device"] = False, str(error)
-            cell.rows = [row for row in cell.rows if row["kind"] != "device"]
-            if isinstance(error, WorkerCrash):
-                self.lose(cell.candidate.worker, str(error))
+        except Fault as fault:
+            self.forget_trace(cell, str(fault))
             return
-        left_out.pop("device", None)
+        except (WorkerError, WorkerCrash) as error:
+            if name not in self.replaced:
+                self.replaced[name] = str(error)
+            if last:
+                self.forget_trace(cell, str(error))
+                if name in self.tracers:
+                    self.tracers.pop(name)[0].close()
+            elif isinstance(error, WorkerCrash):
+                self.lose(name, str(error))
+            return
+        reference = self.references.get(cell.batch_key)
+        if found["output"] is not None and reference is not None:
+            outcome = tolerances.compare(found["output"], reference, cell.case.tolerance or cell.case.dtype)
+            if not outcome["passed"]:
+                self.forget_trace(cell, f"wrong result while it was traced: {outcome['problem']}")
+                return
+        present(cell.plan).left_out.pop("device", None)
         for start_s, milliseconds in found["trials"]:
             cell.add("device", start_s, milliseconds, self.next(), number)
         cell.facts["device_clock"] = GPU_TRACE
         cell.facts["kernels_traced"] = found["kernels"]
+
+    def forget_trace(self, cell: Cell, reason: str) -> None:
+        """Trace a cell no more, and keep nothing of its trace."""
+        cell.traced, present(cell.plan).left_out["device"] = False, reason
+        cell.rows = [row for row in cell.rows if row["kind"] != "device"]
+        for name in ("device_clock", "kernels_traced"):
+            cell.facts.pop(name, None)
+
+    def tracer(self, cell: Cell) -> Any:
+        """The process that traces a cell, with all it needs: its worker, or a new one after a failure.
+
+        Raises Fault where RETRACES processes in place of the worker have failed too.
+        """
+        name, made = cell.candidate.worker, cell.candidate
+        if name not in self.replaced:
+            return self.worker(made)
+        if name not in self.tracers:
+            self.retraces[name] = self.retraces.get(name, 0) + 1
+            if self.retraces[name] > RETRACES:
+                raise Fault(f"tracing failed in {RETRACES + 1} processes, first with {self.replaced[name]}")
+            self.tracers[name] = self.make_worker(name), set()
+            self.tracers[name][0].ask("import_module", module=made.framework)
+        worker, holds = self.tracers[name]
+        if cell.key not in holds:
+            worker.ask("open", key=cell.key, factory=made.factory, arguments=made.arguments)
+        if cell.batch_key not in holds:
+            worker.ask("batch", key=cell.batch_key, batch=cell.case.inputs(cell.batch_size))
+        holds |= {cell.key, cell.batch_key}
+        return worker
 
     def record(self, environment: dict[str, Any], complete: bool) -> Record:
         """What was measured so far."""
@@ -682,6 +746,8 @@ class Study:
                     self.worker_facts[name]["reason"] = str(crash)
         for name, reason in self.lost.items():
             self.worker_facts.setdefault(name, {})["reason"] = reason
+        for name, reason in self.replaced.items():
+            self.worker_facts[name] |= {"trace_failed": reason, "retraces": self.retraces.get(name, 0)}
         limit = {
             "rounds": self.rounds,
             "rounds_left_out": self.rounds_left_out,
@@ -739,7 +805,7 @@ def run_study(
             raise Fault(f"the float64 reference could not be computed: {error}.") from error
         return study.record(environment or {}, complete=True)
     finally:
-        for worker in study.workers.values():
+        for worker in (*study.workers.values(), *(worker for worker, _ in study.tracers.values())):
             worker.close()
 
 

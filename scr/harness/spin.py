@@ -2,7 +2,8 @@
 
 `mx.eval` sleeps until the GPU says that it is done, and waking up costs tens of microseconds, as much as a
 small network takes. MLX has no way to ask whether an array is ready, so the only way to be awake then is to
-know when: `Spin` learns how long a forward takes and spins about as long as nine in ten need.
+know when: `Spin` learns how long a forward takes and spins about as long as three in four need. More is
+spun in vain by all the others; and some waits sleep whatever the guess, which must not drive it up.
 """
 
 import time
@@ -12,8 +13,8 @@ ASLEEP_S = 10e-6  # a wait in which the thread did not run for longer than this 
 UNCOUNTED = 2  # first forwards, which compile and allocate
 FIRST_STEP = 0.25  # of the first forward that counts, by which the guess is first moved
 LAST_STEP = 0.004  # of a forward; the guess comes down by this for each that was ready
-MOST = 1.3  # times the shortest forward: where the thread's clock is of no use, the guess must not run away
-UP = 3  # last steps up for each that was not: in balance one forward in ten still sleeps
+MOST = 1.3  # times the shortest forward so far: where every wait seems asleep, the guess must not run away
+UP = 3  # last steps up for each that was not: in balance one forward in four still sleeps
 
 
 class Spin:
@@ -21,7 +22,7 @@ class Spin:
 
     The guess moves down by a step where the result was ready and up where it was not; at first steps are
     large and halve at each turn upwards. Costs: a core, which spins, and what the guess is too long for a
-    forward quicker than nine in ten.
+    forward quicker than three in four.
     """
 
     def __init__(

@@ -280,10 +280,11 @@ class Session:
         joules = joules_per_call(self.counter, flow, self.idle_watts, seconds) / in_flight
         return joules, self.idle_watts
 
-    def trace(self, key: str, batch: str, count: int, origin: float) -> dict[str, Any]:
+    def trace(self, key: str, batch: str, count: int, origin: float, check: bool = False) -> dict[str, Any]:
         """`count` forwards in the GPU's trace: (start in seconds since `origin`, busy milliseconds) of each.
 
-        Also the kernels of the last one. Raises Fault where the GPU cannot be traced.
+        Also the kernels of the last one and, with `check`, its output. Raises Fault where the GPU cannot be
+        traced.
         """
         trace = open_trace()
         if not isinstance(trace, Trace):
@@ -302,7 +303,7 @@ class Session:
             activities = trace.record(forward)
             kernels = sum(activity.name is not None for activity in activities)
             trials.append((start, busy_ms(activities)))
-        return {"trials": trials, "kernels": kernels}
+        return {"trials": trials, "kernels": kernels, "output": backend.result() if check else None}
 
     def status(self) -> dict[str, Any]:
         """Peak memory of this process in MB, over its whole life."""
