@@ -1,5 +1,6 @@
 """The report: computed from a stored record, the same each time, right also when the news is bad."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -439,6 +440,22 @@ def test_rates_of_false_verdicts_are_quoted(record):
     assert "in 2 of 2 comparisons (100 %)" in sections.reliability(record, loud)
     assert "`make aa`" in sections.reliability(record)
     assert "in 0 of 2 comparisons (0 %)" in sections.reliability(quiet), "such a run quotes itself"
+
+
+def test_energy_that_idle_power_hides_is_marked():
+    record = make_gpu_record(batch_sizes=(1,))
+    steady = record.rows[record.rows["kind"] == "latency"].copy()
+    steady["kind"] = "throughput"
+    record.rows = pd.concat([record.rows, steady], ignore_index=True)
+    for cell, watts in zip(record.cells, itertools.cycle((4.9, 5.1)), strict=False):
+        here = (steady["backend"] == cell["backend"]) & (steady["batch_size"] == cell["batch_size"])
+        ms = steady[here]["latency_ms"].median()
+        cell |= {"idle_watts": 100.0, "joules_per_image": watts * ms / 1e3}
+    body = section(report_text(record), "Results").split("\n\n")
+    lines = next(part for part in body if part.startswith("| batch")).splitlines()[2:]
+    marks = ["≈" in line for line in lines]
+    assert len(marks) == len(record.cells) and marks == [i % 2 == 0 for i in range(len(marks))]
+    assert "less than 5 % of the idle power" in body[0]
 
 
 def test_a_gpus_report_is_named_after_it_and_has_its_clock_and_energy():

@@ -53,6 +53,7 @@ INTENSITIES = {  # of costs.depthwise_intensity, as a table names them
     "fused": "one pass",
     "folded": "one pass, BatchNorm folded",
 }
+IDLE_KNOWN_PERCENT = 5  # an H200 that waited took 121 to 125 W from minute to minute
 PREDICTED_BATCHES = (1, 128)
 PREDICTED_RUNGS = ("mlx", "mlx-folded", "mlx-fused", "mlx-fused-compile", "mlx-block")
 
@@ -229,8 +230,7 @@ def result_rows(group: Group) -> list[dict[str, Any]]:
             row["scaling"] = percent(group.scaling_percent(backend, size))
             row["trials"] = summary.trials
             row["state"] = _state(cell)
-            joules = cell.get("joules_per_image")
-            row["mJ/image"] = None if joules is None else significant(1e3 * joules)
+            row["mJ/image"] = _millijoules(group, backend, size)
             known = published.P50_MS.get(backend, {}).get(size) if group.is_published else None
             row[f"P50 ms, {published.LABEL}"] = None if known is None else milliseconds(known)
             rows.append(row)
@@ -258,6 +258,11 @@ def results_note(group: Group) -> str:
         "smallest batch ÷ P50 (from batch 1 on: throughput ÷ (batch × throughput at batch 1)): 100 % if a "
         "larger batch cost no more time.",
     ]
+    if any(cell.get("joules_per_image") is not None for cell in group.cells.values()):
+        sentences.append(
+            "mJ/image is the energy of the whole board above idle; ≈ where that is less than "
+            f"{IDLE_KNOWN_PERCENT} % of the idle power, which wanders by about as much."
+        )
     if flops:
         article = costs.article_flops()["total"]
         sentences.append(
@@ -496,8 +501,8 @@ def launching(found: Sequence[Group]) -> str:
         "takes tens of microseconds to wake. **direct**: without graphs (`MLX_USE_CUDA_GRAPHS=0`), compared "
         "with MLX as it is. **awake**: also without, and the thread spins for as long as three forwards "
         "in four take before it asks MLX to wait; compared with direct. What is left beyond the device's "
-        "time is Python, MLX's launch, the wait, and where it sleeps or spins for longer than it must. Shortest "
-        f"with either: {shortest}.\n\n"
+        "time is Python, MLX's launch, the wait, and where it sleeps or spins for longer than it must. "
+        f"Shortest with either: {shortest}.\n\n"
         + markdown_table(rows, left=["dtype", "backend", "direct ×", "awake ×"])
     )
 
@@ -999,6 +1004,17 @@ def _where(group: Group, backend: str, size: int) -> str:
     """A cell in words."""
     text = f"{backend} at batch {size}"
     return text if group.is_network and group.dtype == "float32" else f"{text} ({group.case}, {group.dtype})"
+
+
+def _millijoules(group: Group, backend: str, size: int) -> str | None:
+    """A cell's energy per image above idle in mJ, with ≈ where idle is not known well enough for it."""
+    cell, steady = group.cell(backend, size), group.p50(backend, size, "throughput")
+    joules, idle = cell.get("joules_per_image"), cell.get("idle_watts")
+    if joules is None:
+        return None
+    watts = np.inf if steady is None else 1e3 * joules * size / steady
+    sign = "≈ " if idle is not None and watts < IDLE_KNOWN_PERCENT / 100 * idle else ""
+    return f"{sign}{significant(1e3 * joules)}"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
