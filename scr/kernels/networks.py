@@ -21,7 +21,16 @@ from kernels.blocks import (
     head_slices,
     packed_size,
 )
-from kernels.launcher import MAX_THREADS, Call, Kernel, Output, Unavailable, chain, default_target
+from kernels.launcher import (
+    MAX_THREADS,
+    Call,
+    Kernel,
+    Output,
+    Template,
+    Unavailable,
+    chain,
+    default_target,
+)
 from kernels.tilings import (
     BlockShape,
     NetworkTiling,
@@ -131,7 +140,6 @@ def network_call(
     if dtype not in TYPES:
         raise ValueError(f"x must be float32 or float16, got {dtype}")
     check_form(shape)
-    first, second, _, last = shape.blocks
     tiling = tiling or default_network_tiling(shape.blocks, batch, target)
     misfit = tiling.misfit(shape.blocks, vector_width(target))
     if misfit:
@@ -151,12 +159,7 @@ def network_call(
         NETWORK_IN_DEVICE_MEMORY if in_device_memory else NETWORK,
         inputs=(x, weights),
         template=(
-            ("T", dtype),
-            ("H", first.height),
-            ("C0", first.channels),
-            ("C1", second.channels),
-            ("C2", last.channels),
-            ("CLASSES", shape.classes),
+            *_sizes(shape, dtype),
             ("RUN0", tiling.run0 or tiling.run1),
             ("RUN1", tiling.run1),
             ("TP1", tiling.pixels1),
@@ -181,6 +184,13 @@ def network_call(
     )
 
 
+def _sizes(shape: NetworkShape, dtype: mx.Dtype) -> Template:
+    """The template arguments that both one-launch texts have: the storage type and the network's sizes."""
+    first, second, _, last = shape.blocks
+    channels = ("C0", first.channels), ("C1", second.channels), ("C2", last.channels)
+    return ("T", dtype), ("H", first.height), *channels, ("CLASSES", shape.classes)
+
+
 def spread_call(
     x: mx.array | Output,
     batch: int,
@@ -197,7 +207,7 @@ def spread_call(
     the last launch of the sequence (at first any array of that type), so that its launches never overlap.
     """
     check_form(shape)
-    first, second, _, last = shape.blocks
+    last = shape.blocks[-1]
     slices, parts, _ = head_slices("cuda")
     floats = max(tiling.scratch_floats(shape.blocks), slices * last.outputs + shape.classes * parts)
     per_block = [
@@ -209,12 +219,7 @@ def spread_call(
         NETWORK_SPREAD,
         inputs=(x, weights, arrivals, previous),
         template=(
-            ("T", dtype),
-            ("H", first.height),
-            ("C0", first.channels),
-            ("C1", second.channels),
-            ("C2", last.channels),
-            ("CLASSES", shape.classes),
+            *_sizes(shape, dtype),
             *per_block,
             ("STEPS", tiling.steps),
             ("AHEAD", tiling.ahead),
