@@ -96,7 +96,7 @@ class Settings(MeasureSettings):
     tuned: bool = field(default=True, metadata={"help": "use what scr/tune.py found for this machine"})
     precompile: bool = field(
         default=False,
-        metadata={"help": "compile on all cores beforehand, so that first calls find kernels on disk"},
+        metadata={"help": "compile on all cores beforehand what is kept on disk (not Metal)"},
     )
     checkpoint: Path = field(default=CHECKPOINT, metadata={"help": "trained weights"})
     data_dir: Path = field(default=DATA, metadata={"help": "MNIST files, for the inputs"})
@@ -175,7 +175,7 @@ def measure(settings: Settings) -> Record:
         probes = ceilings.probes(settings.backends, settings.device, settings.threads, settings.direct)
         found, source = cases(settings, weights)
         if settings.precompile:
-            precompile(found, settings.threads)
+            environment["precompiled"] = precompile(found, settings.threads)
         record = run_study(found, settings, environment | {"inputs": source}, probes, begin=begin)
     add_costs(record)
     return record

@@ -320,6 +320,24 @@ def test_mlx_without_graphs_is_timed_in_the_networks_rounds(command, monkeypatch
         assert all(one.arguments["awake"] == case.name.endswith("awake") for one in case.candidates)
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_compiles_is_compiled_before_the_run_if_asked(command, monkeypatch, asked):
+    order = []
+
+    def compiled(cases, threads):
+        order.append(([case.name for case in cases], threads))
+        return {"cells": 3, "failed": 1}
+
+    def fake(cases, settings, environment, probes, begin):
+        order.append(environment.get("precompiled"))
+        return measured(seconds=0.0, ceilings=[])
+
+    monkeypatch.setattr(benchmark, "precompile", compiled)
+    monkeypatch.setattr(benchmark, "run_study", fake)
+    assert command(*TINY, "--threads", "2", *(["--precompile"] if asked else []), report=lambda *_: None) == 0
+    assert order == [(["network"], 2), {"cells": 3, "failed": 1}] if asked else order == [None]
+
+
 def test_storage_types_are_cases_of_their_own(command, monkeypatch):
     seen = {}
 

@@ -605,7 +605,7 @@ def test_a_crash_while_tracing_costs_no_time_that_was_measured(monkeypatch):
     record = traced(monkeypatch)
     gpu = [cell for cell in record.cells if cell["backend"] == "gpu"]
     assert all(cell["state"] == "steady" and cell["left_out"]["device"] for cell in gpu)
-    assert record.environment["workers"]["one"]["reason"] == "died"
+    assert record.environment["workers"]["one"]["trace_failed"] == "died"
 
 
 class Faulty(LocalWorker):
@@ -618,17 +618,19 @@ class Faulty(LocalWorker):
     faults = ()
     bad = None
     started = 0
-    closed = 0
+    log = ()
 
     def __init__(self, name):
         super().__init__(name)
-        self.traces, self.fault = 0, None
+        self.traces, self.fault, self.number = 0, None, Faulty.started
+        Faulty.log.append((name, "start"))
         if name == "one":
             self.fault = Faulty.faults[Faulty.started] if Faulty.started < len(Faulty.faults) else None
             Faulty.started += 1
 
     def ask(self, method, **arguments):
         """As LocalWorker, but for traces."""
+        Faulty.log.append((self.name, method))
         if method == "trace":
             if Faulty.bad and Faulty.bad in arguments["key"]:
                 self.fault = self.traces
@@ -638,73 +640,120 @@ class Faulty(LocalWorker):
         return super().ask(method, **arguments)
 
     def close(self):
-        Faulty.closed += 1
+        Faulty.log.append((self.name, "close"))
 
 
-def faulty(monkeypatch, faults=(), bad=None):
+def faulty(monkeypatch, faults=(), bad=None, batch_sizes=(1, 2, 3, 4, 5, 6), settings=SETTINGS):
     """A run of three traced backends whose worker fails while it traces, beside one in another worker."""
-    for name, value in {"faults": faults, "bad": bad, "started": 0, "closed": 0}.items():
+    for name, value in {"faults": faults, "bad": bad, "started": 0, "log": []}.items():
         monkeypatch.setattr(Faulty, name, value)
     monkeypatch.setattr(worker_module, "open_trace", FakeTrace)
     monkeypatch.setattr(worker_module, "Trace", FakeTrace)
     gpus = [candidate(name, traced=True) for name in ("a", "b", "c")]
-    cases = case(*gpus, candidate("other", worker="two", traced=True))
-    return run_study([cases], SETTINGS, make_worker=Faulty, clock=CLOCK)
+    cases = case(*gpus, candidate("other", worker="two", traced=True), batch_sizes=batch_sizes)
+    return run_study([cases], settings, make_worker=Faulty, clock=CLOCK)
 
 
 PER_CELL = measure_module.TRACE_ROUNDS * measure_module.TRACED_FORWARDS
 
 
+def traces_of(record):
+    """How many traced forwards each backend has at each batch size."""
+    device = record.rows[record.rows.kind == "device"]
+    return device.groupby(["backend", "batch_size"]).size().unstack()
+
+
 def test_a_fault_while_tracing_costs_the_other_cells_of_its_worker_nothing(monkeypatch):
     record = faulty(monkeypatch, faults=(8,))
-    device = record.rows[record.rows.kind == "device"]
-    assert (device.groupby(["backend", "batch_size"]).size() == PER_CELL).all()
-    assert len(device) == 8 * PER_CELL, "what was traced before the fault counts twice, or not at all"
-    assert Faulty.started == 2 and Faulty.closed == 4, "one new process, and every process is ended"
+    assert (traces_of(record) == PER_CELL).all(axis=None) and traces_of(record).shape == (4, 6)
     facts = record.environment["workers"]
     assert (
         facts["one"]["trace_failed"] == "RuntimeError: misaligned address" and facts["one"]["retraces"] == 1
     )
-    assert "import_s" in facts["one"] and "trace_failed" not in facts["two"]
+    assert (
+        "import_s" in facts["one"] and "peak_memory_mb" in facts["one"] and "trace_failed" not in facts["two"]
+    )
     assert all("device" not in cell["left_out"] for cell in record.cells)
     assert {cell["state"] for cell in record.cells} == {"steady"}
+    ones = [entry for entry in Faulty.log if entry[0] == "one"]
+    assert [what for _, what in ones if what in ("start", "close")] == ["start", "close", "start", "close"]
+    second = [what for _, what in ones[ones.index(("one", "close")) :]]
+    assert (
+        second[1:3] == ["start", "import_module"] and second.count("open") == 3 and second.count("batch") == 6
+    )
 
 
-def test_only_the_cell_that_cannot_be_traced_has_no_device_times(monkeypatch):
+def test_only_the_backend_that_cannot_be_traced_has_no_device_times(monkeypatch):
     record = faulty(monkeypatch, bad="/b/")
-    reasons = {c["backend"]: c["left_out"].get("device") for c in record.cells}
-    assert reasons == {"a": None, "b": "RuntimeError: misaligned address", "c": None, "other": None}
-    device = record.rows[record.rows.kind == "device"]
-    assert set(device.backend) == {"a", "c", "other"} and len(device) == 6 * PER_CELL
-    assert all(("device_clock" in cell) == (cell["backend"] != "b") for cell in record.cells)
+    for cell in record.cells:
+        bad = cell["backend"] == "b"
+        assert cell["left_out"].get("device") == ("RuntimeError: misaligned address" if bad else None)
+        assert ("device_clock" in cell) != bad and ("kernels_traced" in cell) != bad
+    assert set(traces_of(record).index) == {"a", "c", "other"}
+    assert (traces_of(record) == PER_CELL).all(axis=None) and traces_of(record).shape == (3, 6)
+    assert record.environment["workers"]["one"]["retraces"] == 1 + measure_module.TRACE_FAULTS
 
 
 def test_a_worker_that_always_faults_is_given_up(monkeypatch):
-    record = faulty(monkeypatch, faults=(3, 0, 0, 0, 0, 0, 0, 0, 0))
-    reasons = [c["left_out"]["device"] for c in record.cells if c["backend"] != "other"]
-    assert len(reasons) == 6 and all("misaligned address" in reason for reason in reasons)
-    assert sum(reason.startswith("tracing failed in 5 processes, first with") for reason in reasons) == 2
-    assert Faulty.started == 1 + measure_module.RETRACES
-    assert set(record.rows[record.rows.kind == "device"].backend) == {"other"}
+    record = faulty(monkeypatch, faults=(0,) * 99)
+    cells = [cell for cell in record.cells if cell["backend"] != "other"]
+    assert all("misaligned address" in cell["left_out"]["device"] for cell in cells)
+    assert set(traces_of(record).index) == {"other"}
+    assert record.environment["workers"]["one"]["retraces"] == 3 * measure_module.TRACE_FAULTS
 
 
-def test_a_wrong_result_while_tracing_is_no_device_time(monkeypatch):
-    monkeypatch.setattr(worker_module, "Trace", FakeTrace)
-    monkeypatch.setattr(worker_module, "open_trace", FakeTrace)
-    ask = LocalWorker.ask
+def test_what_was_traced_before_the_processes_ran_out_is_kept(monkeypatch):
+    record = faulty(monkeypatch, faults=(20, *(7,) * 99))  # each process lasts for less than half a round
+    left = measure_module.RETRACES * 7
+    counts = traces_of(record).drop("other")
+    # and a few that only the first process had traced
+    assert (
+        0
+        <= counts.sum(axis=None) - measure_module.TRACED_FORWARDS * left
+        < 20 * measure_module.TRACED_FORWARDS
+    )
+    assert record.environment["workers"]["one"]["retraces"] == measure_module.RETRACES
+    without = [c for c in record.cells if c["left_out"].get("device")]
+    assert all((c["backend"], c["batch_size"]) not in counts.stack().index for c in without)
+
+
+def test_no_new_process_traces_after_the_limit(monkeypatch):
+    settings = replace(SETTINGS, limit=1e-3)
+    record = faulty(monkeypatch, faults=(8,), settings=settings)
+    assert "retraces" in record.environment["workers"]["one"]
+    assert record.environment["workers"]["one"]["retraces"] == 0
+    counts = traces_of(record).drop("other")
+    assert counts.sum(axis=None) == 8 * measure_module.TRACED_FORWARDS, (
+        "what the first process traced is kept"
+    )
+    reasons = {c["left_out"].get("device") for c in record.cells} - {None}
+    assert reasons == {"RuntimeError: misaligned address; there was no time to trace anew"} or reasons == {
+        "RuntimeError: misaligned address",
+        "RuntimeError: misaligned address; there was no time to trace anew",
+    }
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_wrong_result_while_tracing_drops_the_backend(monkeypatch, process):
+    ask = Faulty.ask
 
     def wrong(self, method, **arguments):
         answer = ask(self, method, **arguments)
-        return (
-            answer | {"output": answer["output"] + 1}
-            if method == "trace" and answer["output"] is not None
-            else answer
-        )
+        if (
+            method == "trace"
+            and "/b/" in arguments["key"]
+            and self.number == process
+            and answer["output"] is not None
+        ):
+            return answer | {"output": answer["output"] + 1}
+        return answer
 
-    monkeypatch.setattr(LocalWorker, "ask", wrong)
-    record = run(case(candidate("gpu", traced=True), batch_sizes=(1,)))
-    assert record.cells[0]["left_out"]["device"].startswith("wrong result while it was traced: ")
-    assert record.cells[0]["state"] == "steady" and not (record.rows.kind == "device").any()
+    monkeypatch.setattr(Faulty, "ask", wrong)
+    record = faulty(monkeypatch, faults=(30,))
+    states = {cell["backend"]: cell["state"] for cell in record.cells}
+    assert states == {"a": "steady", "b": "dropped", "c": "steady", "other": "steady"}
+    assert any(check["when"] == "traced" and not check["passed"] for check in record.checks)
+    assert failed(record) and set(traces_of(record).index) == {"a", "c", "other"}
 
 
 def test_an_interrupted_run_says_that_the_gpu_was_not_traced(monkeypatch):

@@ -575,6 +575,17 @@ def test_what_waiting_awake_leaves_beyond_the_devices_time_is_shown():
     assert "(`mlx-block` awake, 0.0600 ms beyond the device's)" in body
 
 
+def test_a_process_that_failed_while_it_was_traced_is_a_warning():
+    record = make_gpu_record(batch_sizes=(1,))
+    record.environment["workers"] = {
+        "mlx": {"trace_failed": "RuntimeError: misaligned address", "retraces": 2}
+    }
+    assert (
+        "While it was traced, the process `mlx` failed (RuntimeError: misaligned address); its cells were "
+        "traced anew in 2 other processes." in section(report_text(record), "Warnings")
+    )
+
+
 def test_cells_that_could_not_be_traced_are_a_warning():
     record = make_gpu_record(batch_sizes=(1,))
     assert "could not be traced" not in report_text(record)

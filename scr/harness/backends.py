@@ -363,6 +363,7 @@ class MlxBackend(Backend):
         import mlx.core as mx
 
         import kernels
+        from kernels import nvrtc
 
         self.mx = mx
         self.dtype = getattr(mx, dtype)
@@ -374,6 +375,7 @@ class MlxBackend(Backend):
                 raise Fault(reason)
             if compiled and where == "host":
                 raise Fault("kernels on the host lie outside MLX's graph, which mx.compile needs")
+        self.compiler = nvrtc.compiler() if custom and self.target == "cuda" else None
         self.model = make_model()
         self.forward = mx.compile(self.model) if compiled else self.model
         self.compiled = compiled
@@ -471,6 +473,7 @@ class MlxBackend(Backend):
         """Whether the graph is compiled, TF32, and the launches of one forward, counted on its graph."""
         on_cuda = self.mx.default_device().type == self.mx.DeviceType.gpu and not self.mx.metal.is_available()
         facts: dict[str, Any] = {"compiled": self.compiled}
+        facts |= {"compiler": self.compiler} if self.compiler else {}
         facts["tf32"] = os.environ.get("MLX_ENABLE_TF32", "1") != "0" if on_cuda else None
         if self.counts_launches and self.outputs:
             facts |= {"launches_counted": count_launches(self.forward(self.x)), "launches_by": "MLX graph"}

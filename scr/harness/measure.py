@@ -57,7 +57,8 @@ PER_ROUND = {"throughput": 1, "python": 5, "device": 1}
 IN_FLIGHT = 8
 TRACE_ROUNDS = 6  # in each of which every cell on an NVIDIA GPU is traced, in random order
 TRACED_FORWARDS = 3  # per cell and round
-RETRACES = 4  # processes in place of a worker whose tracing failed
+RETRACES = 8  # processes in place of a worker whose tracing failed
+TRACE_FAULTS = 2  # of a backend there, after which its other batches are left alone
 # Why a cell lacks a kind of trial, where nothing failed:
 NOT_YET_TRACED = "the run ended before the GPU was traced"
 NO_CLOCK = "this platform has no device clock"
@@ -332,6 +333,9 @@ class Study:
         self.replaced: dict[str, str] = {}  # worker -> why its tracing failed
         self.tracers: dict[str, tuple[Any, set[str]]] = {}  # those in their place, and what they hold
         self.retraces: dict[str, int] = {}  # how many there were
+        self.traced_by: dict[str, set[int]] = {}  # worker -> the cells that its present process has traced
+        self.traced_anew: set[int] = set()  # cells
+        self.trace_faults: dict[str, int] = {}  # backend -> how often its trace failed in new processes
         self.references: dict[str, np.ndarray] = {}
         self.sent: set[tuple[str, str]] = set()  # (worker, batch) that the worker holds
         self.checks: list[dict[str, Any]] = []
@@ -649,13 +653,14 @@ class Study:
 
         After everything else: a process that has traced may launch more slowly from then on. A fault of the
         GPU there spoils all that its process does later: the cells of that worker are then traced anew, in
-        new processes. A cell that cannot be traced keeps what was timed.
+        new processes. A cell whose trace fails keeps what was timed, and what was traced before.
         """
         cells = self.traced()
         self.trace_rounds_of(cells)
-        again = [cell for cell in cells if cell.candidate.worker in self.replaced]
+        for name in self.replaced:
+            self.retire(name)
+        again = [cell for cell in cells if cell.candidate.worker in self.replaced and not cell.state]
         for cell in again:
-            self.forget_trace(cell, NOT_YET_TRACED)
             cell.traced = True
         self.trace_rounds_of(again, last=True)
 
@@ -665,67 +670,96 @@ class Study:
         for number in range(self.trace_rounds()):
             self.random.shuffle(cells)
             for cell in cells:
-                if cell.traced and (last or cell.candidate.worker not in self.replaced):
+                if cell.traced and not cell.state and (last or cell.candidate.worker not in self.replaced):
                     self.trace(cell, number, last)
                 bar.update()
         bar.close()
 
     def trace(self, cell: Cell, number: int, last: bool) -> None:
-        """Trace a few forwards of one cell."""
+        """Trace a few forwards of one cell; in each process its first output is checked."""
         name = cell.candidate.worker
         try:
-            found = self.tracer(cell).ask(
+            worker = self.tracer(cell, last)
+            first = id(cell) not in self.traced_by[name]
+            found = worker.ask(
                 "trace",
                 key=cell.key,
                 batch=cell.batch_key,
                 count=TRACED_FORWARDS,
                 origin=self.origin,
-                check=number == 0,
+                check=first,
             )
         except Fault as fault:
-            self.forget_trace(cell, str(fault))
+            self.end_trace(cell, str(fault))
             return
         except (WorkerError, WorkerCrash) as error:
-            if name not in self.replaced:
-                self.replaced[name] = str(error)
-            if last:
-                self.forget_trace(cell, str(error))
-                if name in self.tracers:
-                    self.tracers.pop(name)[0].close()
-            elif isinstance(error, WorkerCrash):
-                self.lose(name, str(error))
+            self.trace_failed(cell, error, last)
             return
-        reference = self.references.get(cell.batch_key)
-        if found["output"] is not None and reference is not None:
-            outcome = tolerances.compare(found["output"], reference, cell.case.tolerance or cell.case.dtype)
-            if not outcome["passed"]:
-                self.forget_trace(cell, f"wrong result while it was traced: {outcome['problem']}")
+        self.traced_by[name].add(id(cell))
+        if first:
+            self.check(cell, found["output"], "traced")
+            if cell.state:
                 return
+        if last and id(cell) not in self.traced_anew:  # what two processes traced is not mixed
+            self.traced_anew.add(id(cell))
+            cell.rows = [row for row in cell.rows if row["kind"] != "device"]
         present(cell.plan).left_out.pop("device", None)
         for start_s, milliseconds in found["trials"]:
             cell.add("device", start_s, milliseconds, self.next(), number)
         cell.facts["device_clock"] = GPU_TRACE
         cell.facts["kernels_traced"] = found["kernels"]
 
-    def forget_trace(self, cell: Cell, reason: str) -> None:
-        """Trace a cell no more, and keep nothing of its trace."""
-        cell.traced, present(cell.plan).left_out["device"] = False, reason
-        cell.rows = [row for row in cell.rows if row["kind"] != "device"]
-        for name in ("device_clock", "kernels_traced"):
-            cell.facts.pop(name, None)
+    def trace_failed(self, cell: Cell, error: Exception, last: bool) -> None:
+        """The process that traced `cell` is of no more use, and perhaps the cell cannot be traced."""
+        name = cell.candidate.worker
+        self.end_trace(cell, str(error))
+        if not last:
+            self.replaced[name] = str(error)
+            return
+        if name in self.tracers:
+            self.tracers.pop(name)[0].close()
+        self.trace_faults[cell.key] = self.trace_faults.get(cell.key, 0) + 1
+        if self.trace_faults[cell.key] == TRACE_FAULTS:
+            for other in self.cells:
+                if other.key == cell.key and id(other) not in self.traced_anew:
+                    self.end_trace(other, str(error))
 
-    def tracer(self, cell: Cell) -> Any:
-        """The process that traces a cell, with all it needs: its worker, or a new one after a failure.
+    def end_trace(self, cell: Cell, reason: str) -> None:
+        """Trace a cell no more; `reason` is why it has no device times, if it has none."""
+        cell.traced = False
+        if cell.plan and not any(row["kind"] == "device" for row in cell.rows):
+            cell.plan.left_out["device"] = reason
 
-        Raises Fault where RETRACES processes in place of the worker have failed too.
+    def retire(self, name: str) -> None:
+        """End a worker whose tracing failed, so that its memory is free for the one in its place."""
+        if name not in self.workers:
+            return
+        try:
+            self.worker_facts[name] |= self.workers[name].ask("status")
+        except (WorkerError, WorkerCrash) as error:
+            self.worker_facts[name]["reason"] = str(error)
+        self.workers.pop(name).close()
+
+    def tracer(self, cell: Cell, last: bool) -> Any:
+        """The process that traces a cell, with all it needs: its worker, or at last a new one in its place.
+
+        Raises Fault where no new one may be started: after RETRACES, or when the limit's time is over.
         """
         name, made = cell.candidate.worker, cell.candidate
-        if name not in self.replaced:
+        if not last:
+            self.traced_by.setdefault(name, set())
             return self.worker(made)
         if name not in self.tracers:
-            self.retraces[name] = self.retraces.get(name, 0) + 1
-            if self.retraces[name] > RETRACES:
-                raise Fault(f"tracing failed in {RETRACES + 1} processes, first with {self.replaced[name]}")
+            begun = self.retraces.get(name, 0)
+            if begun == RETRACES or self.clock() > self.deadline:
+                why = (
+                    "there was no time to trace anew"
+                    if begun < RETRACES
+                    else f"{begun} more processes failed"
+                )
+                raise Fault(f"{self.replaced[name]}; {why}")
+            self.retraces[name] = begun + 1
+            self.traced_by[name] = set()
             self.tracers[name] = self.make_worker(name), set()
             self.tracers[name][0].ask("import_module", module=made.framework)
         worker, holds = self.tracers[name]

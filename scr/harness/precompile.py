@@ -2,22 +2,24 @@
 
 MLX on CUDA compiles an element-wise kernel for up to 20 seconds and torch.compile a network for 3, one after
 the other and while the run waits. Both keep the result on disk, as our own kernels are kept. Here processes
-of their own, as many as the machine has cores, build every backend that compiles and run it once on each of
-its batches; the outputs are thrown away, and what fails fails again where it counts. What the run then
-stores as first calls are those of a second start on this machine, and its report says so.
+of their own, one per core and 16 at most, build every backend that compiles and run it once on each of its
+batches; the outputs are thrown away, and what fails is counted, and fails again where it matters. What the
+run then stores as first calls are those of a second start on this machine, and its report says so.
 """
 
 import queue
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from harness import machine
-from harness.cli import Fault
 from harness.measure import Case, Cell, progress, thread_variables
-from harness.worker import Worker, WorkerCrash, WorkerError
+from harness.worker import Worker, WorkerCrash
 
-COMPILING = ("mlx", "torch-compile")  # how the names of backends begin that compile when they first run
+MOST = 16  # processes: each holds a framework, and on CUDA a part of the GPU's memory
+# How the names of backends begin that compile when they first run, and keep it on disk: MLX not on Metal.
+COMPILING = ("torch-compile",) if sys.platform == "darwin" else ("mlx", "torch-compile")
 # MLX's kernels are the same with TF32 and without CUDA graphs: what the worker "mlx" compiles serves all.
 SAME_KERNELS = "mlx-"
 ONE_EACH = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else every process starts one more per core
@@ -41,17 +43,19 @@ def precompile(
     threads: int = 0,
     processes: int | None = None,
     make_worker: Callable[[str, dict[str, str]], Any] = Worker,
-) -> None:
+) -> dict[str, int]:
     """Run each of those cells once, in about `processes` (None: one per core), which the workers share.
 
-    `threads`: CPU threads of every framework, as in the run. After Ctrl-C what compiles is let finish.
+    `threads`: CPU threads of every framework, as in the run. Returns how many `cells` there were, and how
+    many `failed`. After Ctrl-C what compiles is let finish, which can take a minute.
     """
     cells = compiling(cases)
+    total = sum(map(len, cells.values()))
     if not cells:
-        return
-    each = -(-(processes or machine.cores()) // len(cells))
+        return {"cells": 0, "failed": 0}
+    each = -(-(processes or min(MOST, machine.cores())) // len(cells))
     variables = {c.worker: c.environment for case in cases for c in case.candidates}
-    bar = progress("compiling", sum(map(len, cells.values())))
+    bar = progress("compiling", total)
     queues: list[Jobs] = []
     with ThreadPoolExecutor(each * len(cells)) as pool:
         try:
@@ -64,8 +68,10 @@ def precompile(
                 environment = thread_variables(threads) | variables[name] | ONE_EACH
                 for _ in range(min(each, len(some))):
                     running.append(pool.submit(_serve, jobs, name, environment, make_worker, bar.update))
-            for one in running:
-                one.result()
+            return {"cells": total, "failed": sum(one.result() for one in running)}
+        except KeyboardInterrupt:
+            print("interrupted; waiting for what compiles", file=sys.stderr)
+            raise
         finally:
             for jobs in queues:
                 while _next(jobs):
@@ -87,27 +93,32 @@ def _serve(
     environment: dict[str, str],
     make_worker: Callable[[str, dict[str, str]], Any],
     done: Callable[[], Any],
-) -> None:
-    """One process, or one after the other where they crash, that runs cells until there are none."""
+) -> int:
+    """One process, or one after the other where they crash, that runs cells until there are none.
+
+    Returns how many failed.
+    """
     worker: Any = None
     opened: set[str] = set()
+    failed = 0
     try:
         while cell := _next(jobs):
-            if worker is None:
-                worker, opened = make_worker(name, environment), set()
             try:
+                if worker is None:
+                    worker, opened = make_worker(name, environment), set()
                 if cell.key not in opened:
                     made = cell.candidate
                     worker.ask("open", key=cell.key, factory=made.factory, arguments=made.arguments)
                     opened.add(cell.key)
                 worker.ask("batch", key="batch", batch=cell.case.inputs(cell.batch_size))
                 worker.ask("result", key=cell.key, batch="batch")
-            except (Fault, WorkerError):
-                pass  # the run meets it again and says it
-            except WorkerCrash:
-                worker.close()
-                worker = None
+            except Exception as error:  # whatever it is, the run meets it again and says it
+                failed += 1
+                if isinstance(error, WorkerCrash):
+                    worker.close()
+                    worker = None
             done()
     finally:
         if worker is not None:
             worker.close()
+    return failed

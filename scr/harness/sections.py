@@ -53,7 +53,7 @@ INTENSITIES = {  # of costs.depthwise_intensity, as a table names them
     "fused": "one pass",
     "folded": "one pass, BatchNorm folded",
 }
-IDLE_KNOWN_PERCENT = 5  # an H200 that waited took 121 to 125 W from minute to minute
+IDLE_KNOWN_PERCENT = 5  # below, what is left after subtracting it says little
 PREDICTED_BATCHES = (1, 128)
 PREDICTED_RUNGS = ("mlx", "mlx-folded", "mlx-fused", "mlx-fused-compile", "mlx-block")
 
@@ -109,6 +109,10 @@ def machine_table(record: Record) -> str:
         ("our kernels' math mode", facts.get("math_mode")),
         ("torch.compile mode", words(sorted(modes))),
         ("threads per framework", facts.get("threads")),
+        (
+            "our CUDA texts compiled by",
+            words(sorted({c["compiler"] for c in record.cells if c.get("compiler")})),
+        ),
         ("our kernels' tiles", tiles(record)),
         ("inputs", facts.get("inputs")),
         ("measurement", ", ".join(asked)),
@@ -172,6 +176,12 @@ def warnings(record: Record, found_groups: Sequence[Group]) -> str:
             f"{count(len(untraced), 'cell')} of {names_of} could not be traced on the GPU and have no device "
             f"time; the first: {untraced[0]['left_out']['device']}."
         )
+    for name, facts in (record.environment.get("workers") or {}).items():
+        if facts.get("trace_failed"):
+            found.append(
+                f"While it was traced, the process `{name}` failed ({facts['trace_failed']}); its cells were "
+                f"traced anew in {count(facts.get('retraces') or 0, 'other process', 'other processes')}."
+            )
     unsettled = sum(w.get("unsettled_bursts") or 0 for w in record.environment.get("workers", {}).values())
     if unsettled:
         found.append(f"After {count(unsettled, 'request')} a waiting framework still used the processor.")
@@ -261,7 +271,7 @@ def results_note(group: Group) -> str:
     if any(cell.get("joules_per_image") is not None for cell in group.cells.values()):
         sentences.append(
             "mJ/image is the energy of the whole board above idle; ≈ where that is less than "
-            f"{IDLE_KNOWN_PERCENT} % of the idle power, which wanders by about as much."
+            f"{IDLE_KNOWN_PERCENT} % of the idle power, which was measured once, for a second."
         )
     if flops:
         article = costs.article_flops()["total"]
@@ -473,11 +483,11 @@ def launching(found: Sequence[Group]) -> str:
             samples = {case: group.sample(backend, size) for case, group in groups.items() if group}
             if usual is None or not any(samples.values()):
                 continue
-            # The kernels are the same in every case: the device's time is that of the last that has one.
+            # Of the same kernels, launched directly where that was traced: graphs add up to a tenth.
             device = [group.p50(backend, size, "device") for group in (main, *groups.values()) if group]
             busy = next((ms for ms in reversed(device) if ms is not None), None)
             row: dict[str, Any] = {"batch": size, "dtype": main.dtype, "backend": backend}
-            row |= {"device ms": _ms(busy), "as MLX does ms": _ms(usual.p50)}
+            row |= {"device ms, direct": _ms(busy), "as MLX does ms": _ms(usual.p50)}
             before = usual
             for case, name in ((direct, "direct"), (awake, "awake")):
                 sample = samples.get(case)
@@ -572,7 +582,11 @@ def cold_start(group: Group) -> str:
         return ""
     text = markdown_table(rows)
     if group.record.settings.get("precompile"):
-        known = "Kernels had been compiled before the run (`--precompile`): first calls found them on disk."
+        facts = group.record.environment.get("precompiled") or {}
+        known = "What compiles had been run before (`--precompile`): first calls found its kernels on disk"
+        known += (
+            f", but for {count(facts['failed'], 'cell')} that failed there." if facts.get("failed") else "."
+        )
         text = f"{known}\n\n{text}"
     workers = group.record.environment.get("workers") or {}
     peaks = [

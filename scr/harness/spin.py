@@ -21,7 +21,8 @@ class Spin:
     """Learns, forward by forward, how long to spin before a wait that then need not sleep.
 
     The guess moves down by a step where the result was ready and up where it was not; at first steps are
-    large and halve at each turn upwards. Costs: a core, which spins, and what the guess is too long for a
+    large and halve at each turn upwards. A device that becomes slower by more than MOST is waited for asleep
+    from then on. Costs: a core, which spins, and what the guess is too long for a
     forward quicker than three in four.
     """
 

@@ -92,6 +92,11 @@ def chosen() -> bool:
     return os.environ.get("CUDA_COMPILER") != "mlx" and available()
 
 
+def compiler() -> str:
+    """What compiles CUDA texts here, for records."""
+    return f"NVRTC {version()}" if chosen() else "MLX"
+
+
 @functools.cache
 def attribute(number: int) -> int:
     """An attribute of the first CUDA device, asked of the driver since MLX does not tell.

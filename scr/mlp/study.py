@@ -130,7 +130,7 @@ class Run:
         # The best sample: a disturbed one would put the floor above what the machine can do.
         rate = max(entry["best"] for entry in self.limits if entry.get("dtype") == kind)
         # The largest set fits no cache; a smaller one gives a bandwidth that large cases never see.
-        copies = [entry for entry in self.limits if entry["name"] == "copy"]
+        copies = [entry for entry in self.limits if entry["name"] == "copy" and "value" in entry]
         return 1e9 * rate, 1e9 * max(copies, key=lambda entry: entry["bytes"])["value"]
 
     def place(self, module: Module, dtype: str, training: bool = False) -> Module:

@@ -39,6 +39,7 @@ import torch_model
 from harness import machine, tolerances
 from harness.cli import Fault, parse_settings, run_command
 from harness.paths import CHECKPOINT, DATA, OUTPUT, shown, write_atomic
+from kernels import nvrtc
 
 LEVELS = ("fused", "fused-folded", "block", "network")
 # What MLX puts before a kernel, as far as the texts rely on it.
@@ -223,6 +224,8 @@ def check(target: str, out: Path, jobs: int) -> bool:
         raise Fault("nothing can be checked on a virtual machine's GPU without Xcode's tools; install them.")
     facts = machine.describe(sys.argv)
     text = "\n".join([*notes, report(results, target, facts)])
+    if target == "cuda":
+        facts["compiler"] = nvrtc.compiler()
     content = {"target": target, "tf32": False, "environment": facts}
     content["results"] = [vars(result) for result in results]
     write_atomic(out / "checks.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
