@@ -96,6 +96,18 @@ def test_a_trace_holds_what_the_gpu_did_meanwhile_in_order():
     assert trace.record(lambda: None) == []
 
 
+def test_a_trace_that_stays_on_holds_only_what_the_gpu_did_meanwhile():
+    cupti = FakeCupti()
+    trace = Trace(cupti)
+    trace.stay_on()
+    trace.stay_on()
+    for number in range(2):
+        cupti.happens(KERNEL, 1, 2, b"before")
+        found = trace.record(lambda: cupti.happens(KERNEL, 5, 6, b"meanwhile"))
+        assert found == [Activity(5, 6, "meanwhile")], number
+        assert cupti.enabled == {KERNEL, MEMCPY, gpu_trace.MEMSET}, "it was turned off"
+
+
 def test_work_that_fails_leaves_the_trace_off():
     cupti = FakeCupti()
     trace = Trace(cupti)

@@ -562,6 +562,10 @@ class FakeTrace:
     """A GPU that is busy for 0.25 ms in every forward, in two kernels; `calls` counts what was traced."""
 
     calls = 0
+    stayed = 0
+
+    def stay_on(self):
+        FakeTrace.stayed += 1
 
     def record(self, work):
         work()
@@ -679,7 +683,9 @@ def test_a_fault_while_tracing_costs_the_other_cells_of_its_worker_nothing(monke
     assert [what for _, what in ones if what in ("start", "close")] == ["start", "close", "start", "close"]
     second = [what for _, what in ones[ones.index(("one", "close")) :]]
     assert (
-        second[1:3] == ["start", "import_module"] and second.count("open") == 3 and second.count("batch") == 6
+        second[1:4] == ["start", "import_module", "trace_from_now"]
+        and second.count("open") == 3
+        and second.count("batch") == 6
     )
 
 

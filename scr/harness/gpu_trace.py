@@ -69,6 +69,7 @@ class Trace:
         self.cupti = library
         self.found: list[Activity] = []
         self.dropped = 0  # records that CUPTI had no room for
+        self.stays_on = False
         self.buffers: dict[int, ctypes.Array] = {}  # by address, while CUPTI holds them
         # The library keeps these pointers: they must live as long as it does.
         self.callbacks = _Requested(self._give), _Completed(self._take)
@@ -76,20 +77,41 @@ class Trace:
 
     def record(self, work: Callable[[], object]) -> list[Activity]:
         """What the GPU did in `work`, which must wait for it, in the order of the beginnings."""
+        if self.stays_on:
+            self._flush()  # what came before
         self.found, self.dropped = [], 0
-        enabled = []
+        enabled: list[int] = []
         try:
-            for kind in (KERNEL, MEMCPY, MEMSET):
-                self._call("cuptiActivityEnable", ctypes.c_uint32(kind))
-                enabled.append(kind)
+            if not self.stays_on:
+                self._enable(enabled)
             work()
-            self._call("cuptiActivityFlushAll", ctypes.c_uint32(FORCED))
+            self._flush()
         finally:
             for kind in enabled:
                 self._call("cuptiActivityDisable", ctypes.c_uint32(kind))
         if self.dropped:
             raise RuntimeError(f"the trace lost {self.dropped} records")
         return sorted(self.found, key=lambda activity: activity.start)
+
+    def stay_on(self) -> None:
+        """Trace without a pause from now on, for a process that does nothing else.
+
+        CUPTI has had faults with CUDA graphs that were built before it was first on (PyTorch's issue 75504):
+        a process that calls this before it builds its first graph avoids them.
+        """
+        if not self.stays_on:
+            self._enable([])
+            self.stays_on = True
+
+    def _enable(self, enabled: list[int]) -> None:
+        """Turn every kind on, and note it in `enabled`."""
+        for kind in (KERNEL, MEMCPY, MEMSET):
+            self._call("cuptiActivityEnable", ctypes.c_uint32(kind))
+            enabled.append(kind)
+
+    def _flush(self) -> None:
+        """Take the records that CUPTI still has."""
+        self._call("cuptiActivityFlushAll", ctypes.c_uint32(FORCED))
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self.cupti, name)(*arguments)

@@ -762,6 +762,7 @@ class Study:
             self.traced_by[name] = set()
             self.tracers[name] = self.make_worker(name), set()
             self.tracers[name][0].ask("import_module", module=made.framework)
+            self.tracers[name][0].ask("trace_from_now")  # before the first CUDA graph
         worker, holds = self.tracers[name]
         if cell.key not in holds:
             worker.ask("open", key=cell.key, factory=made.factory, arguments=made.arguments)

@@ -280,6 +280,13 @@ class Session:
         joules = joules_per_call(self.counter, flow, self.idle_watts, seconds) / in_flight
         return joules, self.idle_watts
 
+    def trace_from_now(self) -> None:
+        """Keep the GPU's trace on for the rest of this process. Raises Fault where it cannot be traced."""
+        trace = open_trace()
+        if not isinstance(trace, Trace):
+            raise Fault(trace)
+        trace.stay_on()
+
     def trace(self, key: str, batch: str, count: int, origin: float, check: bool = False) -> dict[str, Any]:
         """`count` forwards in the GPU's trace: (start in seconds since `origin`, busy milliseconds) of each.
 
