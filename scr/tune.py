@@ -1,6 +1,6 @@
 """Search this machine for faster tilings of the block and network kernels; later runs use what it finds.
 
-    python scr/tune.py            # 15 minutes on 2 CPU cores, 2 on an H200; Ctrl-C and run again to go on
+    python scr/tune.py            # 15 minutes on 2 CPU cores, less on an H200; Ctrl-C and run again to go on
     python scr/tune.py --quick    # batches 1 and 128 only
 
 The candidates for a tiling are compiled first, on all cores (16 at most), where that leaves something on

@@ -97,7 +97,7 @@ class Trace:
         """Trace without a pause from now on, for a process that does nothing else.
 
         CUPTI has had faults with CUDA graphs that were built before it was first on (PyTorch's issue 75504):
-        a process that calls this before it builds its first graph avoids them.
+        a process that calls this before it builds its first graph does not do that.
         """
         if not self.stays_on:
             self._enable([])

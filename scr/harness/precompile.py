@@ -1,10 +1,10 @@
 """Run what compiles once before a run, in parallel, so that its kernels are on disk when it is timed.
 
-MLX on CUDA compiles an element-wise kernel for up to 20 seconds and torch.compile a network for 3, one after
-the other and while the run waits. Both keep the result on disk, as our own kernels are kept. Here processes
-of their own, one per core and 16 at most, build every backend that compiles and run it once on each of its
-batches; the outputs are thrown away, and what fails is counted, and fails again where it matters. What the
-run then stores as first calls are those of a second start on this machine, and its report says so.
+MLX on CUDA and torch.compile need seconds for a kernel or a network, one after the other and while the run
+waits. Both keep the result on disk, as our own kernels are kept. Here processes of their own, one per core
+and 16 at most, build every backend that compiles and run it once on each of its batches; the outputs are
+thrown away, and what fails is counted, and fails again where it matters. What the run then stores as first
+calls are those of a second start on this machine, and its report says so.
 """
 
 import queue

@@ -483,8 +483,7 @@ def launching(found: Sequence[Group]) -> str:
             samples = {case: group.sample(backend, size) for case, group in groups.items() if group}
             if usual is None or not any(samples.values()):
                 continue
-            # Of the same kernels, launched directly where that was traced: graphs add up to a tenth.
-            device = [group.p50(backend, size, "device") for group in (main, *groups.values()) if group]
+            device = [group.p50(backend, size, "device") for group in groups.values() if group]
             busy = next((ms for ms in reversed(device) if ms is not None), None)
             row: dict[str, Any] = {"batch": size, "dtype": main.dtype, "backend": backend}
             row |= {"device ms, direct": _ms(busy), "as MLX does ms": _ms(usual.p50)}

@@ -3,7 +3,7 @@
 `mx.eval` sleeps until the GPU says that it is done, and waking up costs tens of microseconds, as much as a
 small network takes. MLX has no way to ask whether an array is ready, so the only way to be awake then is to
 know when: `Spin` learns how long a forward takes and spins about as long as three in four need. More is
-spun in vain by all the others; and some waits sleep whatever the guess, which must not drive it up.
+spun in vain by all the others; and a wait may sleep for other reasons, which must not drive the guess up.
 """
 
 import time
@@ -22,8 +22,8 @@ class Spin:
 
     The guess moves down by a step where the result was ready and up where it was not; at first steps are
     large and halve at each turn upwards. A device that becomes slower by more than MOST is waited for asleep
-    from then on. Costs: a core, which spins, and what the guess is too long for a
-    forward quicker than three in four.
+    from then on. Costs: a core, which spins, and what the guess is too long for a forward quicker than three
+    in four.
     """
 
     def __init__(

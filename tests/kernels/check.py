@@ -210,6 +210,9 @@ def check(target: str, out: Path, jobs: int) -> bool:
     reason = kernels.unavailable(target)
     if reason:
         raise Fault(f"the {target} target cannot run here: {reason}")
+    facts = machine.describe(sys.argv)  # before the cases load the machine
+    if target == "cuda":
+        facts["compiler"] = nvrtc.compiler()
     virtual = target == "metal" and "paravirtual" in mx.device_info()["device_name"].lower()
     results = [] if virtual else run_tasks(target, jobs)
     notes = []
@@ -222,10 +225,7 @@ def check(target: str, out: Path, jobs: int) -> bool:
         results += compile_with_xcode(generated_texts())
     if not results:
         raise Fault("nothing can be checked on a virtual machine's GPU without Xcode's tools; install them.")
-    facts = machine.describe(sys.argv)
     text = "\n".join([*notes, report(results, target, facts)])
-    if target == "cuda":
-        facts["compiler"] = nvrtc.compiler()
     content = {"target": target, "tf32": False, "environment": facts}
     content["results"] = [vars(result) for result in results]
     write_atomic(out / "checks.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
